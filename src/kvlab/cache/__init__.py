@@ -1,0 +1,1 @@
+"""Key/value caches; each one is a transformers ``Cache``."""

@@ -1,0 +1,1 @@
+"""What makes a notebook evidence: records, provenance, claims, runner, figures."""
