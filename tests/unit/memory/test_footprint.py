@@ -1,5 +1,8 @@
 """The arithmetic of kvlab.memory.footprint against tensors that real, tiny, random models really hold."""
 
+import weakref
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +19,7 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
     Phi3Config,
     PhiConfig,
     Qwen3Config,
@@ -195,7 +199,7 @@ def test_a_prefill_holds_what_the_footprint_names(config):
 def test_one_more_token_grows_a_real_cache_by_kv_bytes_per_token(config):
     model, cache = built(config), DynamicCache(config=config)
     sizes = [read(model, cache, 1, n) and storage_bytes(cache) for n in (1, 1, 1, 1, 1, 1, 1, 1)]
-    grown = [later - earlier for earlier, later in zip(sizes, sizes[1:], strict=False)]
+    grown = [later - earlier for earlier, later in pairwise(sizes)]
     assert grown == [kv_bytes_per_token(config, "float32", tokens) for tokens in range(1, 8)]
 
 
@@ -281,8 +285,6 @@ class PeakOfNewStorages(TorchDispatchMode):
         self.sizes, self.peak_bytes = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
         given = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
         }
@@ -321,7 +323,7 @@ def test_eager_attention_adds_scores_and_sdpa_does_not():
     [
         (RwkvConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2), "keeps its past outside the cache"),
         (T5Config(), "no causal language model"),
-        (LlamaConfig(**{**TINY, "num_attention_heads": 5}), "hidden_size|divisible|multiple"),
+        (NemotronConfig(**TINY, head_dim=None, num_key_value_heads=0), "no nemotron model follows"),
         ({"hidden_size": 32}, "expected a transformers config"),
     ],
 )
