@@ -1,6 +1,6 @@
 """A byte budget that a real allocator refuses to exceed.
 
-On cpu the work runs in a child process under ``RLIMIT_DATA``, where the kernel refuses PyTorch's own allocator;
+On cpu the work runs in a child process under ``RLIMIT_DATA``, where the kernel refuses PyTorch's allocator;
 on cuda it runs in this process under ``torch.cuda.set_per_process_memory_fraction``.
 """
 
@@ -41,8 +41,8 @@ __all__ = [
     "run_under_budget",
 ]
 
-# With these, glibc maps every tensor from MMAP_THRESHOLD_BYTES up on its own and unmaps it when it is freed, so
-# that VmData follows the tensors. One arena: each further one would reserve 64 MiB of its own.
+# With these, glibc maps every tensor from MMAP_THRESHOLD_BYTES up on its own and unmaps it when it is freed,
+# so that VmData follows the tensors. One arena: each further one would reserve 64 MiB of its own.
 MMAP_THRESHOLD_BYTES = 65_536
 MALLOC_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES),
@@ -91,9 +91,9 @@ class Failure:
 class Outcome:
     """What became of the work; ``steps`` and ``notes`` are complete up to its end, however it ended.
 
-    ``base_bytes`` is what the process held when the budget was armed and ``limit_bytes`` that plus the budget;
-    both are None when it never was. ``exit_code`` is the child's, or minus the number of the signal that ended
-    it; on cuda, 0 or 1 in its stead. ``log`` is the tail of the child's stdout and stderr.
+    ``base_bytes`` is what the process held when the budget was armed and ``limit_bytes`` that plus the
+    budget; both are None when it never was. ``exit_code`` is the child's, or minus the number of the signal
+    that ended it; on cuda, 0 or 1 in its stead. ``log`` is the tail of the child's stdout and stderr.
     """
 
     value: Any = None
@@ -151,8 +151,8 @@ def page_rounded_bytes(tensor_bytes: int) -> int:
 
     PyTorch asks for 64-byte alignment (c10/core/impl/alloc_cpu.cpp). glibc pads the chunk by that and by
     MINSIZE, 32, rounds up to 16, and maps it with 8 bytes more in whole pages (malloc/malloc.c:
-    ``_int_memalign``, ``sysmalloc``). Tensors whose chunk stays under the mmap threshold share heap pages; for
-    them this is the size of the chunk, and no rule by tensor is exact.
+    ``_int_memalign``, ``sysmalloc``). Tensors whose chunk stays under the mmap threshold share heap pages;
+    for them this is the size of the chunk, and no rule by tensor is exact.
     """
     padded_bytes = _chunk_bytes(_chunk_bytes(tensor_bytes) + 64 + 32)
     if padded_bytes < MMAP_THRESHOLD_BYTES:
@@ -231,8 +231,8 @@ def _run_in_child(payload: bytes, budget_bytes: int, timeout_s: float) -> Outcom
             child.wait(max(0.1, deadline_s - time.monotonic()))
         except (TimeoutError, subprocess.TimeoutExpired):
             raise BudgetTimeout(
-                f"the work did not finish within {timeout_s:g} s and was ended after {len(records.step)} steps; "
-                "pass a larger timeout_s"
+                f"the work did not finish within {timeout_s:g} s and was ended after {len(records.step)} "
+                "steps; pass a larger timeout_s"
             ) from None
         finally:
             if child.poll() is None:

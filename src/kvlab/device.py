@@ -73,8 +73,8 @@ def process_memory(device: str | torch.device) -> dict[str, int]:
     """Bytes this process holds now.
 
     cpu: ``data_bytes`` (VmData, private writable mappings: what RLIMIT_DATA counts), ``rss_anon_bytes``
-    (RssAnon) and ``rss_bytes`` (VmRSS), as proc(5) has them. cuda: ``allocated_bytes`` and ``reserved_bytes`` of
-    PyTorch's caching allocator.
+    (RssAnon) and ``rss_bytes`` (VmRSS), as proc(5) has them. cuda: ``allocated_bytes`` and ``reserved_bytes``
+    of PyTorch's caching allocator.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -123,14 +123,15 @@ class Gpu:
     def describe(self) -> str:
         """One sentence that says what is subtracted, and on what evidence."""
         return (
-            f"{self.title}: {self.usable_bytes / GIB:.2f} GiB usable, which is {self.total_bytes / GIB:.2f} GiB "
-            f"less {self.driver_reserved_bytes / MIB:.0f} MiB kept by the driver ({self.driver_reserved_source}) "
-            f"and {self.context_bytes / MIB:.0f} MiB for the CUDA context ({self.context_source})"
+            f"{self.title}: {self.usable_bytes / GIB:.2f} GiB usable, "
+            f"which is {self.total_bytes / GIB:.2f} GiB less "
+            f"{self.driver_reserved_bytes / MIB:.0f} MiB kept by the driver ({self.driver_reserved_source}) and "
+            f"{self.context_bytes / MIB:.0f} MiB for the CUDA context ({self.context_source})"
         )
 
 
-# Measured as 426 MiB on an RTX 6000 Ada with PyTorch 2.10.0+cu130; about 300 MB is another figure since kernels
-# load lazily (github.com/pytorch/pytorch/issues/107667). It grows with the kernels that a process uses.
+# Measured as 426 MiB on an RTX 6000 Ada with PyTorch 2.10.0+cu130; another figure is about 300 MB, since
+# kernels load lazily (github.com/pytorch/pytorch/issues/107667). It grows with the kernels a process uses.
 _CONTEXT_BYTES = 426 * MIB
 _CONTEXT_SOURCE = "an estimate: 426 MiB on an RTX 6000 Ada, github.com/unslothai/unsloth-zoo/pull/1053"
 
@@ -148,7 +149,7 @@ def _gpu(key: str, title: str, nvidia_smi: str, cuda_capacity: str, source: str)
     )
 
 
-# nvidia-smi's total, then the capacity that CUDA reports, as PyTorch printed it in the message or log named last.
+# nvidia-smi's total, then the capacity that CUDA reports, as PyTorch printed it where the source says.
 GPUS: dict[str, Gpu] = {
     gpu.key: gpu
     for gpu in (
