@@ -105,8 +105,8 @@ def fetch_model(name: str = BUNDLED_MODEL, *, force: bool = False) -> Path:
     """Download, check and convert a bundled model, unless it is there already; returns its folder.
 
     A folder that is there is verified against the SHA-256 of each of its files, and fetched again when it
-    differs. Concurrent calls wait for one another. Work happens in a sibling folder that becomes the model by one
-    rename, so an interruption never leaves a half-written model; the next call clears what it left.
+    differs. Concurrent calls wait for one another. Work happens in a sibling folder that becomes the model by
+    one rename, so an interruption never leaves a half-written model; the next call clears what it left.
 
     Raises FetchError offline, on a full disk, and when what arrives is not the pinned file.
     """
@@ -207,7 +207,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     config = LlamaConfig(**CONFIG)
     weights = folder / "model.safetensors"
     save_file(_state_dict(gguf, config), weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors keeps it to its owner, which breaks a cache directory that people share
+    weights.chmod(0o644)  # safetensors makes it private, which breaks a shared cache directory
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     with quiet_transformers():

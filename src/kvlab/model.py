@@ -165,10 +165,9 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model in eval mode, its parameters in ``dtype`` on ``device``.
 
-    The bundled model's weights are dequantised from 4 bits: what it computes is real, what it scores is not what
-    the published model scores. The bundled model, folders and ids in the Hugging Face cache need no network.
-    Raises ModelNotFetched when the bundled model is not in the cache directory, UnknownModel when any other name
-    cannot be loaded.
+    The bundled model's weights are dequantised from 4 bits: what it computes is real, what it scores is not
+    what the published model scores. It, folders, and ids in the Hugging Face cache need no network. Raises
+    ModelNotFetched when it is not in the cache directory, UnknownModel when any other name cannot be loaded.
     """
     model = _from_pretrained(AutoModelForCausalLM, name_or_path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval()
@@ -234,8 +233,8 @@ def _from_hub(auto_class: type, name: str, **options: Any) -> Any:
     except UnknownModel as error:
         if hub.HF_HUB_OFFLINE or not _hub_answers():
             raise UnknownModel(
-                f"{name} is not in the Hugging Face cache and the hub cannot be reached; connect to the network "
-                f"or pass a folder, or {BUNDLED_MODEL}"
+                f"{name} is not in the Hugging Face cache and the hub cannot be reached; connect to the "
+                f"network, or pass a folder or {BUNDLED_MODEL}"
             ) from error
     return _read(name, lambda: auto_class.from_pretrained(name, **options))
 
