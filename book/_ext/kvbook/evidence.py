@@ -1,7 +1,7 @@
 """The role that puts a number of a run into prose, so that text and run cannot disagree.
 
-``{ev}`lab:key:spec` `` reads this build's run, ``{ev}`lab:@device:key:spec` `` a recording. ``spec`` is a format of Python, or a
-binary unit and a format (``GiB.2f``) for bytes.
+``{ev}`lab:key:spec` `` reads this build's run, ``{ev}`lab:@device:key:spec` `` a recording. ``spec`` is a format of
+Python, or a binary unit and a format (``GiB.2f``) for bytes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from typing import Any
 
 from docutils import nodes
-from runs import EvidenceError, read_run, written_origin
 from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxRole
 
+from kvbook.runs import EvidenceError, read_run, written_origin
 from kvlab.lab.run import Metric
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,12 @@ from typing import Any
 
 from docutils import nodes
 from myst_nb.core.render import MimeData, NbElementRenderer
-from runs import EvidenceError, read_run, run_folder, written_origin
 from sphinx.application import Sphinx
 from sphinx.directives.patches import Figure
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
+
+from kvbook.runs import EvidenceError, read_run, run_folder, written_origin
 
 logger = logging.getLogger(__name__)
 

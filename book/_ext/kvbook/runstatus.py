@@ -1,0 +1,105 @@
+"""What ran, where and with what: one row for each lab and device, and the machines behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+from kvbook.runs import EvidenceError, find_run, is_older, labs_of, recorded_devices, written_commit
+from kvbook.tables import Cell, definitions, paragraph, table
+from kvlab.errors import KvlabError
+from kvlab.lab.claims import judge, load_claims
+from kvlab.lab.run import Device, Run
+
+logger = logging.getLogger(__name__)
+
+_HEADER = ["Lab", "Where", "Result", "Time", "When and from what"]
+
+
+class _RunsDirective(SphinxDirective):
+    """Reads every run of the book; one that cannot be read is a warning, which fails a strict build."""
+
+    def run(self) -> list[nodes.Node]:
+        try:
+            return self.rendered()
+        except (EvidenceError, KvlabError) as error:
+            logger.warning("%s: %s", self.name, error, location=self.get_source_info())
+            return []
+
+    def rendered(self) -> list[nodes.Node]:
+        raise NotImplementedError
+
+    def runs(self) -> Iterator[tuple[str, str | None, Run | None]]:
+        """Lab, recorded device (None for this build) and the run, None where there is none."""
+        for lab in labs_of(self.env):
+            yield lab, None, find_run(self.env, lab)
+            for device in recorded_devices(self.env):
+                yield lab, device, find_run(self.env, lab, device)
+
+
+class LabStatus(_RunsDirective):
+    """``{lab-status}``: lab by device, with result, seconds, date, commit and whether the source is older."""
+
+    def rendered(self) -> list[nodes.Node]:
+        rows = [self._row(lab, device, run) for lab, device, run in self.runs()]
+        status = [table(_HEADER, rows, classes=["lab-status"])]
+        if not recorded_devices(self.env):
+            status.append(paragraph("Recorded on a GPU: not run yet, for every lab.", classes=["not-run"]))
+        return status
+
+    def _row(self, lab: str, device: str | None, run: Run | None) -> list[Cell]:
+        where = f"recorded, {device}" if device else "this build"
+        if run is None:
+            return [lab, where, nodes.inline("", "not run yet", classes=["not-run"]), "", ""]
+        made: list[nodes.Node] = [nodes.Text(f"{run.started_at:%Y-%m-%d %H:%M} UTC, "), nodes.Text(written_commit(run))]
+        if is_older(run):
+            made += [nodes.Text(" "), nodes.inline("", "older source", classes=["older"])]
+        seconds = "" if run.duration_s is None else f"{run.duration_s:.1f} s"
+        return [lab, f"{where}: {run.device.kind}, {run.profile}", self._result(run), seconds, made]
+
+    def _result(self, run: Run) -> str:
+        """Whether the run supports the ledger as it now stands."""
+        claims = [claim for claim in load_claims(Path(self.env.srcdir, "book/claims.yml")) if claim.lab == run.lab]
+        wrong = [claim.id for claim in claims if not judge(claim, run).as_expected]
+        return f"red: {', '.join(wrong)}" if wrong else f"green, {len(claims)} verdicts as on record"
+
+
+class MachineDetails(_RunsDirective):
+    """``{machine-details}``: device and software of every run, each different set once."""
+
+    def rendered(self) -> list[nodes.Node]:
+        machines: dict[tuple, list[str]] = {}
+        for lab, recorded, run in self.runs():
+            if run is not None:
+                facts = (*_device_facts(run.device), *sorted(run.software.items()))
+                machines.setdefault((recorded, facts), []).append(lab)
+        if not machines:
+            return [paragraph("No lab has run yet.", classes=["not-run"])]
+        return [node for (recorded, facts), labs in machines.items() for node in _machine(recorded, facts, labs)]
+
+
+def _machine(recorded: str | None, facts: tuple[tuple[str, str], ...], labs: list[str]) -> list[nodes.Node]:
+    title = f"Recorded on {recorded}" if recorded else "This build"
+    heading = nodes.rubric("", f"{title}: labs {', '.join(lab.split('-')[0] for lab in labs)}")
+    return [heading, definitions(list(facts), classes=["facts"])]
+
+
+def _device_facts(device: Device) -> Iterator[tuple[str, str]]:
+    """The device's facts with bytes in GiB, in the order the run holds them."""
+    for name, value in device.model_dump().items():
+        if name.endswith("_bytes"):
+            yield name.removesuffix("_bytes"), f"{value / 2**30:.1f}\u00a0GiB"
+        else:
+            yield name, str(value)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("lab-status", LabStatus)
+    app.add_directive("machine-details", MachineDetails)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
