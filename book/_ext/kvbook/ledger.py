@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,7 +83,7 @@ class ClaimsTable(SphinxDirective):
         return Verdict(judgement.verdict, because, older and judgement.verdict != "not run yet")
 
     def _sections(self, claims: list[Claim], columns: list[Column], verdicts: dict) -> Iterator[nodes.section]:
-        for title, group in groupby(claims, key=lambda claim: claim.section):
+        for title, group in _by_section(claims).items():
             section = self._section(f"ledger {title}", title)
             section += [self._claim(claim, columns, verdicts[claim.id]) for claim in group]
             yield section
@@ -140,6 +139,14 @@ class ClaimsTable(SphinxDirective):
         return parsed
 
 
+def _by_section(claims: list[Claim]) -> dict[str, list[Claim]]:
+    """The claims of each part of the article, parts in the order of their first claim."""
+    sections: dict[str, list[Claim]] = {}
+    for claim in claims:
+        sections.setdefault(claim.section, []).append(claim)
+    return sections
+
+
 def _columns(env: Any) -> list[Column]:
     live: list[Run | None] = [find_run(env, lab) for lab in labs_of(env)]
     kinds = sorted({run.device.kind for run in live if run})
@@ -154,24 +161,24 @@ def _badge(verdict: VerdictName, *content: nodes.Node) -> nodes.inline:
 def _counts(claims: list[Claim], columns: list[Column], verdicts: dict[str, list[Verdict]]) -> nodes.table:
     """The legend, with the number of claims for each verdict and device."""
     counts = [Counter(verdicts[claim.id][index].verdict for claim in claims) for index in range(len(columns))]
-    rows = [
-        [_badge(verdict, nodes.Text(verdict)), *(str(count[verdict]) for count in counts), meaning]
-        for verdict, meaning in _MEANINGS.items()
-    ]
-    return table(["Verdict", *(column.title for column in columns), "It means"], rows, classes=["counts"])
+    rows = []
+    for verdict, meaning in _MEANINGS.items():
+        legend = [_badge(verdict, nodes.Text(verdict)), nodes.inline("", f" {meaning}", classes=["meaning"])]
+        rows.append([legend, *(str(count[verdict]) for count in counts)])
+    return table(["Verdict", *(column.title for column in columns)], rows, classes=["counts"])
 
 
 def _glance(claims: list[Claim], columns: list[Column], verdicts: dict[str, list[Verdict]]) -> nodes.table:
     """All claims on one screen: a row for each part of the article, a link for each claim."""
     rows = []
-    for title, group in groupby(claims, key=lambda claim: claim.section):
-        ids = [claim.id for claim in group]
-        cells = [
-            [node for claim in ids for node in (_chip(claim, verdicts[claim][index].verdict), nodes.Text(" "))]
-            for index in range(len(columns))
-        ]
-        rows.append([title, *cells])
+    for title, group in _by_section(claims).items():
+        rows.append([title, *(_chips(group, verdicts, index) for index in range(len(columns)))])
     return table(["Part of the article", *(column.title for column in columns)], rows, classes=["glance"])
+
+
+def _chips(claims: list[Claim], verdicts: dict[str, list[Verdict]], column: int) -> list[nodes.Node]:
+    chips = [_chip(claim.id, verdicts[claim.id][column].verdict) for claim in claims]
+    return [node for chip in chips for node in (chip, nodes.Text(" "))]
 
 
 def _chip(claim: str, verdict: VerdictName) -> nodes.inline:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from kvbook.runs import EvidenceError, find_run, is_older, labs_of, recorded_devices, written_commit
+from kvbook.runs import LABS, EvidenceError, find_run, is_older, labs_of, recorded_devices, written_commit
 from kvbook.tables import Cell, definitions, paragraph, table
 from kvlab.errors import KvlabError
 from kvlab.lab.claims import judge, load_claims
@@ -20,6 +21,7 @@ from kvlab.lab.run import Device, Run
 logger = logging.getLogger(__name__)
 
 _HEADER = ["Lab", "Where", "Result", "Time", "When and from what"]
+_FACTS = {"kind": "device", "name": "model", "total_bytes": "memory"}
 
 
 class _RunsDirective(SphinxDirective):
@@ -55,19 +57,32 @@ class LabStatus(_RunsDirective):
 
     def _row(self, lab: str, device: str | None, run: Run | None) -> list[Cell]:
         where = f"recorded, {device}" if device else "this build"
+        page = self._page(lab)
         if run is None:
-            return [lab, where, nodes.inline("", "not run yet", classes=["not-run"]), "", ""]
+            return [page, where, nodes.inline("", "not run yet", classes=["not-run"]), "", ""]
         made: list[nodes.Node] = [nodes.Text(f"{run.started_at:%Y-%m-%d %H:%M} UTC, "), nodes.Text(written_commit(run))]
         if is_older(run):
             made += [nodes.Text(" "), nodes.inline("", "older source", classes=["older"])]
-        seconds = "" if run.duration_s is None else f"{run.duration_s:.1f} s"
-        return [lab, f"{where}: {run.device.kind}, {run.profile}", self._result(run), seconds, made]
+        seconds = "" if run.duration_s is None else f"{run.duration_s:.1f}\u00a0s"
+        return [page, f"{where}: {run.device.kind}, {run.profile}", self._result(run), seconds, made]
+
+    def _page(self, lab: str) -> nodes.Node:
+        return addnodes.pending_xref(
+            "",
+            nodes.inline("", lab),
+            refdomain="std",
+            reftype="doc",
+            reftarget=f"/{LABS}/{lab}",
+            refdoc=self.env.docname,
+            refexplicit=True,
+            refwarn=True,
+        )
 
     def _result(self, run: Run) -> str:
         """Whether the run supports the ledger as it now stands."""
         claims = [claim for claim in load_claims(Path(self.env.srcdir, "book/claims.yml")) if claim.lab == run.lab]
         wrong = [claim.id for claim in claims if not judge(claim, run).as_expected]
-        return f"red: {', '.join(wrong)}" if wrong else f"green, {len(claims)} verdicts as on record"
+        return f"red: {', '.join(wrong)}" if wrong else f"green: {len(claims)} of {len(claims)} verdicts as on record"
 
 
 class MachineDetails(_RunsDirective):
@@ -91,12 +106,9 @@ def _machine(recorded: str | None, facts: tuple[tuple[str, str], ...], labs: lis
 
 
 def _device_facts(device: Device) -> Iterator[tuple[str, str]]:
-    """The device's facts with bytes in GiB, in the order the run holds them."""
+    """The device's facts, in the order the run holds them."""
     for name, value in device.model_dump().items():
-        if name.endswith("_bytes"):
-            yield name.removesuffix("_bytes"), f"{value / 2**30:.1f}\u00a0GiB"
-        else:
-            yield name, str(value)
+        yield _FACTS.get(name, name), f"{value / 2**30:.1f}\u00a0GiB" if name.endswith("_bytes") else str(value)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
