@@ -66,7 +66,9 @@ class ClaimsTable(SphinxDirective):
         except (KvlabError, EvidenceError) as error:
             logger.warning("claims-table: %s", error, location=self.get_source_info())
             return []
-        overview = [_counts(claims, columns, verdicts), _glance(claims, columns, verdicts)]
+        overview: list[nodes.Node] = [_counts(claims, columns, verdicts)]
+        for index, column in enumerate(columns):
+            overview += _glance(claims, column, verdicts, index)
         if len(columns) == 1:
             overview.insert(0, paragraph("No run on a GPU has been recorded yet.", classes=["not-run"]))
         return [*overview, *self._sections(claims, columns, verdicts)]
@@ -96,7 +98,7 @@ class ClaimsTable(SphinxDirective):
         section += nodes.bullet_list("", *lines, classes=["claim-verdicts"])
         details = [("Predicted", claim.prediction), ("Would refute it", claim.falsifier)]
         pairs = [(term, self._inline(text)) for term, text in details if text]
-        if claim.lab in labs_of(self.env):
+        if claim.rules and claim.lab in labs_of(self.env):
             command = f"kvlab labs --lab {claim.lab.split('-')[0]} --fresh"
             pairs.append(("Run it yourself", nodes.literal(command, command)))
         if pairs:
@@ -168,12 +170,10 @@ def _counts(claims: list[Claim], columns: list[Column], verdicts: dict[str, list
     return table(["Verdict", *(column.title for column in columns)], rows, classes=["counts"])
 
 
-def _glance(claims: list[Claim], columns: list[Column], verdicts: dict[str, list[Verdict]]) -> nodes.table:
-    """All claims on one screen: a row for each part of the article, a link for each claim."""
-    rows = []
-    for title, group in _by_section(claims).items():
-        rows.append([title, *(_chips(group, verdicts, index) for index in range(len(columns)))])
-    return table(["Part of the article", *(column.title for column in columns)], rows, classes=["glance"])
+def _glance(claims: list[Claim], column: Column, verdicts: dict[str, list[Verdict]], index: int) -> list[nodes.Node]:
+    """All claims on one screen, a link for each."""
+    parts = [(title, _chips(group, verdicts, index)) for title, group in _by_section(claims).items()]
+    return [nodes.rubric("", column.title), definitions(parts, classes=["glance"])]
 
 
 def _chips(claims: list[Claim], verdicts: dict[str, list[Verdict]], column: int) -> list[nodes.Node]:
