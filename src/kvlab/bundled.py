@@ -207,9 +207,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     config = LlamaConfig(**CONFIG)
     weights = folder / "model.safetensors"
     save_file(_state_dict(gguf, config), weights, metadata={"format": "pt"})
-    weights.chmod(
-        0o644
-    )  # safetensors keeps it to its owner, which breaks a cache directory that people share
+    weights.chmod(0o644)  # safetensors keeps it to its owner, which breaks a cache directory that people share
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     with quiet_transformers():

@@ -170,9 +170,7 @@ def load_model(
     Raises ModelNotFetched when the bundled model is not in the cache directory, UnknownModel when any other name
     cannot be loaded.
     """
-    model = _from_pretrained(
-        AutoModelForCausalLM, name_or_path, dtype=dtype, attn_implementation=attn_implementation
-    )
+    model = _from_pretrained(AutoModelForCausalLM, name_or_path, dtype=dtype, attn_implementation=attn_implementation)
     return model.to(device).eval()
 
 

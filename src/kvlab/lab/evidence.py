@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvlab.lab import provenance
 from kvlab.lab.claims import Judgement, UnexpectedVerdict, judge, load_claims
 from kvlab.lab.run import Kind, LabError, Metric, Run, Source, Value, Verdict
@@ -32,7 +34,7 @@ class _OpenLab:
 _open: _OpenLab | None = None
 
 
-def open_lab(lab: str, *, profile: str, device: Any, **parameters: Any) -> Run:
+def open_lab(lab: str, *, profile: str, device: torch.device, **parameters: Any) -> None:
     """Begin the run of ``lab``: note the device, the versions and the source it is made from.
 
     ``device`` is the resolved ``torch.device``; ``parameters`` are the other values of the parameters cell. The
@@ -55,7 +57,6 @@ def open_lab(lab: str, *, profile: str, device: Any, **parameters: Any) -> Run:
     _open = _OpenLab(run, folder)
     where = f"{run.device.name} ({run.device.kind})"
     show_markdown(f"**{lab}** · profile `{profile}` · {where}")
-    return run
 
 
 def current() -> _OpenLab:
@@ -68,7 +69,7 @@ def record(name: str, value: Value, unit: str, kind: Kind, *, against: str | Non
     """Keep ``value`` in ``run.json`` under ``name``, show it as a row, and return it.
 
     Bytes are given in bytes (unit ``"bytes"``) and shown in KiB, MiB or GiB beside the exact number. ``against``
-    names an earlier prediction; the row then shows the difference. A name is recorded once: evidence is not overwritten.
+    names an earlier prediction; the row then shows the difference. A name is recorded once.
     """
     run = current().run
     if name in run.metrics:

@@ -224,6 +224,8 @@ def _papermill(plan: _Plan, folder: Path) -> str:
                 str(folder / "executed.ipynb"),
                 parameters=plan.parameters,
                 kernel_name=KERNEL,
+                language="python",
+                extra_arguments=["--log-level=ERROR"],
                 cwd=str(provenance.repository()),
                 progress_bar=False,
                 log_output=False,

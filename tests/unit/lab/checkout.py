@@ -1,4 +1,4 @@
-"""A checkout in miniature: one lab and one claim, so that the runner and the ledger work on something small and real."""
+"""A checkout in miniature: one lab and one claim, so that runner and ledger work on something small and real."""
 
 from __future__ import annotations
 

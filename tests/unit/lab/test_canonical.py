@@ -8,7 +8,9 @@ from kvlab.lab.canonical import canonical
 
 
 def test_outputs_counts_and_foreign_metadata_are_dropped_and_tags_stay():
-    cell = nbformat.v4.new_code_cell("1 + 1", id="one", metadata={"tags": ["parameters"], "execution": {"a": 1}})
+    cell = nbformat.v4.new_code_cell(
+        "1 + 1", id="one", metadata={"tags": ["parameters"], "execution": {"iopub.execute_input": "noon"}}
+    )
     cell.outputs = [nbformat.v4.new_output("stream", text="2")]
     cell.execution_count = 3
     notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"papermill": {"duration": 1}})
