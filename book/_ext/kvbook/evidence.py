@@ -75,7 +75,7 @@ class EvidenceRole(SphinxRole):
         try:
             return [self._value()], []
         except EvidenceError as error:
-            logger.warning("ev %s: %s", self.text, error, location=self.get_source_info())
+            logger.warning("ev %s: %s", self.text, error, location=self.get_location())
             return [nodes.problematic(self.rawtext, self.text)], []
 
     def _value(self) -> nodes.Node:

@@ -41,7 +41,6 @@ def render_image_with_alt(renderer: NbElementRenderer, data: MimeData) -> list[n
     rendered = _render_image(renderer, data)
     alt = data.output_metadata.get(data.mime_type, {}).get("alt")
     for image in rendered:
-        image.line = data.line
         if alt:
             image["alt"] = alt
     return rendered
@@ -50,8 +49,14 @@ def render_image_with_alt(renderer: NbElementRenderer, data: MimeData) -> list[n
 def check_images(app: Sphinx, document: nodes.document) -> None:
     for image in document.findall(nodes.image):
         if problem := alt_problem(image.get("alt", "")):
-            docname = app.env.docname
-            logger.warning("image %s %s", image["uri"], problem, location=(docname, image.line))
+            logger.warning("image %s %s", image["uri"], problem, location=(app.env.docname, _line(image)))
+
+
+def _line(node: nodes.Node | None) -> int | None:
+    """Line of the innermost element around ``node`` that knows its own."""
+    while node is not None and not node.line:
+        node = node.parent
+    return node and node.line
 
 
 class RecordedFigure(Figure, SphinxDirective):
@@ -61,7 +66,7 @@ class RecordedFigure(Figure, SphinxDirective):
         try:
             return self._figure(*_parsed(self.arguments[0]))
         except EvidenceError as error:
-            logger.warning("recorded-figure %s: %s", self.arguments[0], error, location=self.get_source_info())
+            logger.warning("recorded-figure %s: %s", self.arguments[0], error, location=self.get_location())
             return []
 
     def _figure(self, lab: str, device: str | None, name: str) -> list[nodes.Node]:

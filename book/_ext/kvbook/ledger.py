@@ -8,24 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from kvbook.runs import EvidenceError, find_run, is_older, labs_of, recorded_devices
-from kvbook.tables import definitions, paragraph, table
-from kvlab.errors import KvlabError
-from kvlab.lab.claims import Claim, judge, load_claims
+from kvbook.runs import all_claims, all_runs, is_older, labs_of, recorded_devices
+from kvbook.tables import definitions, link, paragraph, table
+from kvlab.lab.claims import Claim, judge
 from kvlab.lab.run import Run, VerdictName
 
 logger = logging.getLogger(__name__)
 
-CLAIMS = "book/claims.yml"
+Runs = dict[tuple[str, str | None], Run | None]
 
 _MEANINGS: dict[VerdictName, str] = {
     "holds": "The prediction came true and the refutation did not happen.",
@@ -58,14 +56,10 @@ class ClaimsTable(SphinxDirective):
     """``{claims-table}``: an overview, then every claim in the article's order."""
 
     def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(Path(self.env.srcdir, CLAIMS)))
-        try:
-            claims = load_claims(Path(self.env.srcdir, CLAIMS))
-            columns = _columns(self.env)
-            verdicts = {claim.id: [self._verdict(claim, column) for column in columns] for claim in claims}
-        except (KvlabError, EvidenceError) as error:
-            logger.warning("claims-table: %s", error, location=self.get_source_info())
-            return []
+        claims = all_claims(self.env)
+        runs = all_runs(self.env, self.get_location())
+        columns = _columns(self.env, runs)
+        verdicts = {claim.id: [self._verdict(claim, column, runs) for column in columns] for claim in claims}
         overview: list[nodes.Node] = [_counts(claims, columns, verdicts)]
         for index, column in enumerate(columns):
             overview += _glance(claims, column, verdicts, index)
@@ -73,16 +67,18 @@ class ClaimsTable(SphinxDirective):
             overview.insert(0, paragraph("No run on a GPU has been recorded yet.", classes=["not-run"]))
         return [*overview, *self._sections(claims, columns, verdicts)]
 
-    def _verdict(self, claim: Claim, column: Column) -> Verdict:
-        run = find_run(self.env, claim.lab, column.device)
+    def _verdict(self, claim: Claim, column: Column, runs: Runs) -> Verdict:
+        run = runs.get((claim.lab, column.device))
         judgement = judge(claim, run)
-        older = run is not None and is_older(run)
-        if not (judgement.as_expected or older or run is None):
+        if run is None or judgement.verdict == "not run yet":
+            verdict = Verdict(judgement.verdict, "", older=False)
+        else:
+            verdict = Verdict(judgement.verdict, judgement.because, is_older(run))
+        if run is not None and not judgement.as_expected and not is_older(run):
             message = "claim %s came out %r on %s, the ledger expects %r: %s"
             values = (claim.id, judgement.verdict, column.title, claim.expected, judgement.because)
-            logger.warning(message, *values, location=self.get_source_info())
-        because = "" if judgement.verdict == "not run yet" else judgement.because
-        return Verdict(judgement.verdict, because, older and judgement.verdict != "not run yet")
+            logger.warning(message, *values, location=self.get_location())
+        return verdict
 
     def _sections(self, claims: list[Claim], columns: list[Column], verdicts: dict) -> Iterator[nodes.section]:
         for title, group in _by_section(claims).items():
@@ -116,19 +112,9 @@ class ClaimsTable(SphinxDirective):
 
     def _evidence_link(self, claim: Claim, verdict: Verdict) -> nodes.Node:
         """The verdict as a link to the lab's section ``(claim-<id>)=``; a label that is not there fails the build."""
-        text = nodes.inline("", verdict.verdict)
         if claim.lab not in labs_of(self.env) or verdict.verdict == "not run yet":
-            return text
-        return addnodes.pending_xref(
-            "",
-            text,
-            refdomain="std",
-            reftype="ref",
-            reftarget=f"claim-{claim.id}".lower(),
-            refdoc=self.env.docname,
-            refexplicit=True,
-            refwarn=True,
-        )
+            return nodes.Text(verdict.verdict)
+        return link(self.env, "ref", f"claim-{claim.id}".lower(), verdict.verdict)
 
     def _section(self, name: str, title: str) -> nodes.section:
         section = nodes.section("", nodes.title("", title), names=[nodes.fully_normalize_name(name)])
@@ -149,9 +135,8 @@ def _by_section(claims: list[Claim]) -> dict[str, list[Claim]]:
     return sections
 
 
-def _columns(env: Any) -> list[Column]:
-    live: list[Run | None] = [find_run(env, lab) for lab in labs_of(env)]
-    kinds = sorted({run.device.kind for run in live if run})
+def _columns(env: BuildEnvironment, runs: Runs) -> list[Column]:
+    kinds = sorted({run.device.kind for (_, device), run in runs.items() if run and device is None})
     title = f"This build ({', '.join(kinds)})" if kinds else "This build"
     return [Column(None, title), *(Column(device, f"Recorded, {device}") for device in recorded_devices(env))]
 

@@ -6,15 +6,20 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-_TOGGLE_LABEL = ' aria-label="Toggle hidden content"'
-"""myst-nb gives every folded cell this name, which differs from the text the reader sees on it."""
+REPLACEMENTS = {
+    # myst-nb gives every folded cell this name, which differs from the text the reader sees on it.
+    ' aria-label="Toggle hidden content"': "",
+    # docutils gives entries of a bibliography a role that was withdrawn, inside a list that then has no items.
+    ' role="doc-biblioentry"': ' role="listitem"',
+}
 
 
-def name_toggles_by_their_text(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    if "body" in context:
-        context["body"] = context["body"].replace(_TOGGLE_LABEL, "")
+def repair(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    for wrong, right in REPLACEMENTS.items():
+        if wrong in context.get("body", ""):
+            context["body"] = context["body"].replace(wrong, right)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("html-page-context", name_toggles_by_their_text)
+    app.connect("html-page-context", repair)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+from sphinx.util import logging
 
+from kvlab.errors import KvlabError
+from kvlab.lab.claims import Claim, load_claims
 from kvlab.lab.provenance import lab_sha256, src_sha256
 from kvlab.lab.run import LabError, Run
 
+logger = logging.getLogger(__name__)
+
+CLAIMS = "book/claims.yml"
 LABS = "book/labs"
 RECORDINGS = "book/recordings"
 
@@ -61,6 +68,32 @@ def labs_of(env: BuildEnvironment) -> list[str]:
 def recorded_devices(env: BuildEnvironment) -> list[str]:
     """Names of the machines whose runs ship with the book."""
     return sorted(path.name for path in Path(env.srcdir, RECORDINGS).glob("*") if path.is_dir())
+
+
+def all_runs(env: BuildEnvironment, location: str) -> dict[tuple[str, str | None], Run | None]:
+    """The run of every lab in this build (device None) and on every recorded device, None where there is none.
+
+    A file that is no such run is a warning at ``location``, which fails a strict build, and counts as no run.
+    """
+    runs: dict[tuple[str, str | None], Run | None] = {}
+    for lab in labs_of(env):
+        for device in (None, *recorded_devices(env)):
+            try:
+                runs[lab, device] = find_run(env, lab, device)
+            except EvidenceError as error:
+                logger.warning("%s", error, location=location)
+                runs[lab, device] = None
+    return runs
+
+
+def all_claims(env: BuildEnvironment) -> list[Claim]:
+    """The claims of ``book/claims.yml``; the build ends with one line if it is no ledger."""
+    path = Path(env.srcdir, CLAIMS)
+    env.note_dependency(str(path))
+    try:
+        return load_claims(path)
+    except KvlabError as error:
+        raise ExtensionError(str(error)) from None
 
 
 def is_older(run: Run) -> bool:

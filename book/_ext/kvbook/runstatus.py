@@ -3,61 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from kvbook.runs import LABS, EvidenceError, find_run, is_older, labs_of, recorded_devices, written_commit
-from kvbook.tables import Cell, definitions, paragraph, table
-from kvlab.errors import KvlabError
-from kvlab.lab.claims import judge, load_claims
+from kvbook.runs import LABS, all_claims, all_runs, is_older, recorded_devices, written_commit
+from kvbook.tables import Cell, definitions, link, paragraph, table
+from kvlab.lab.claims import Claim, judge
 from kvlab.lab.run import Device, Run
-
-logger = logging.getLogger(__name__)
 
 _HEADER = ["Lab", "Result", "Time", "Where, when and from what"]
 _FACTS = {"kind": "device", "name": "model", "total_bytes": "memory"}
 
 
-class _RunsDirective(SphinxDirective):
-    """Reads every run of the book; one that cannot be read is a warning, which fails a strict build."""
-
-    def run(self) -> list[nodes.Node]:
-        try:
-            return self.rendered()
-        except (EvidenceError, KvlabError) as error:
-            logger.warning("%s: %s", self.name, error, location=self.get_source_info())
-            return []
-
-    def rendered(self) -> list[nodes.Node]:
-        raise NotImplementedError
-
-    def runs(self) -> Iterator[tuple[str, str | None, Run | None]]:
-        """Lab, recorded device (None for this build) and the run, None where there is none."""
-        for lab in labs_of(self.env):
-            yield lab, None, find_run(self.env, lab)
-            for device in recorded_devices(self.env):
-                yield lab, device, find_run(self.env, lab, device)
-
-
-class LabStatus(_RunsDirective):
+class LabStatus(SphinxDirective):
     """``{lab-status}``: lab by device, with result, seconds, date, commit and whether the source is older."""
 
-    def rendered(self) -> list[nodes.Node]:
-        rows = [self._row(lab, device, run) for lab, device, run in self.runs()]
+    def run(self) -> list[nodes.Node]:
+        runs = all_runs(self.env, self.get_location())
+        claims = all_claims(self.env)
+        rows = [self._row(lab, device, run, claims) for (lab, device), run in runs.items()]
         status = [table(_HEADER, rows, classes=["lab-status"])]
         if not recorded_devices(self.env):
             status.append(paragraph("Recorded on a GPU: not run yet, for every lab.", classes=["not-run"]))
         return status
 
-    def _row(self, lab: str, device: str | None, run: Run | None) -> list[Cell]:
+    def _row(self, lab: str, device: str | None, run: Run | None, claims: list[Claim]) -> list[Cell]:
         where = f"recorded, {device}" if device else "this build"
-        page = self._page(lab)
+        page = link(self.env, "doc", f"/{LABS}/{lab}", lab)
         if run is None:
             return [page, nodes.inline("", "not run yet", classes=["not-run"]), "", where]
         made = f"{where}: {run.device.kind}, {run.profile}, {run.started_at:%Y-%m-%d %H:%M} UTC, {written_commit(run)}"
@@ -65,33 +40,22 @@ class LabStatus(_RunsDirective):
         if is_older(run):
             cell += [nodes.Text(" "), nodes.inline("", "older source", classes=["older"])]
         seconds = "" if run.duration_s is None else f"{run.duration_s:.1f}\u00a0s"
-        return [page, self._result(run), seconds, cell]
-
-    def _page(self, lab: str) -> nodes.Node:
-        return addnodes.pending_xref(
-            "",
-            nodes.inline("", lab),
-            refdomain="std",
-            reftype="doc",
-            reftarget=f"/{LABS}/{lab}",
-            refdoc=self.env.docname,
-            refexplicit=True,
-            refwarn=True,
-        )
-
-    def _result(self, run: Run) -> str:
-        """Whether the run supports the ledger as it now stands."""
-        claims = [claim for claim in load_claims(Path(self.env.srcdir, "book/claims.yml")) if claim.lab == run.lab]
-        wrong = [claim.id for claim in claims if not judge(claim, run).as_expected]
-        return f"red: {', '.join(wrong)}" if wrong else "green"
+        return [page, _result(run, claims), seconds, cell]
 
 
-class MachineDetails(_RunsDirective):
+def _result(run: Run, claims: list[Claim]) -> str:
+    """Whether the run supports the ledger as it now stands."""
+    own = [claim for claim in claims if claim.lab == run.lab]
+    wrong = [claim.id for claim in own if not judge(claim, run).as_expected]
+    return f"red: {', '.join(wrong)}" if wrong else "green"
+
+
+class MachineDetails(SphinxDirective):
     """``{machine-details}``: device and software of every run, each different set once."""
 
-    def rendered(self) -> list[nodes.Node]:
+    def run(self) -> list[nodes.Node]:
         machines: dict[tuple, list[str]] = {}
-        for lab, recorded, run in self.runs():
+        for (lab, recorded), run in all_runs(self.env, self.get_location()).items():
             if run is not None:
                 facts = (*_device_facts(run.device), *sorted(run.software.items()))
                 machines.setdefault((recorded, facts), []).append(lab)

@@ -1,10 +1,12 @@
-"""Docutils tables, lists and labels built in code, for the pages that are made from runs."""
+"""Docutils tables, lists and links built in code, for the pages that are made from runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from docutils import nodes
+from sphinx import addnodes
+from sphinx.environment import BuildEnvironment
 
 Cell = str | nodes.Node | Sequence[nodes.Node]
 
@@ -38,3 +40,10 @@ def definitions(pairs: Sequence[tuple[str, Cell]], classes: Sequence[str] = ()) 
         for term, cell in pairs
     ]
     return nodes.definition_list("", *items, classes=list(classes))
+
+
+def link(env: BuildEnvironment, reftype: str, target: str, text: str) -> addnodes.pending_xref:
+    """A link to a page (``doc``) or label (``ref``); one that leads nowhere is a warning."""
+    reference = addnodes.pending_xref("", nodes.inline("", text), refdomain="std", reftype=reftype, reftarget=target)
+    reference.update_all_atts({"refdoc": env.docname, "refexplicit": True, "refwarn": True})
+    return reference
