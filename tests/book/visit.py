@@ -36,8 +36,9 @@ _OPEN_EVERYTHING = """() => {
 }"""
 _SETTLED = "() => window.MathJax?.startup?.promise"
 _PAINTED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-_REACHABLE = """() => [...document.querySelectorAll("pre, .output, .pst-scrollable-table-container, mjx-container[display]")]
-  .every(region => region.scrollWidth <= region.clientWidth || region.tabIndex >= 0)"""
+_REACHABLE = """() => [...document.querySelectorAll(
+    "pre, .output, .pst-scrollable-table-container, mjx-container[display]")].every(
+  region => region.scrollWidth <= region.clientWidth || region.tabIndex >= 0)"""
 _PATIENCE_MS = 5000
 """The theme makes scrolling regions reachable by keyboard some time after loading and resizing, not at once."""
 
