@@ -33,3 +33,17 @@ def test_the_page_never_scrolls_sideways(seen):
 
 def test_the_theme_follows_the_reader(seen):
     assert seen.theme == {"light": "light", "dark": "dark", "phone": "light"}
+
+
+def test_formulas_can_be_heard(browser, server):
+    page = browser.new_page()
+    page.goto(f"{server}book/plan.html")
+    page.wait_for_selector("mjx-container mjx-assistive-mml", state="attached")
+    page.close()
+
+
+def test_search_finds_a_term_of_the_glossary(browser, server):
+    page = browser.new_page()
+    page.goto(f"{server}search.html?q=eviction")
+    page.wait_for_selector("#search-results a[href*='book/glossary.html']")
+    page.close()

@@ -138,7 +138,7 @@ def _by_section(claims: list[Claim]) -> dict[str, list[Claim]]:
 def _columns(env: BuildEnvironment, runs: Runs) -> list[Column]:
     kinds = sorted({run.device.kind for (_, device), run in runs.items() if run and device is None})
     title = f"This build ({', '.join(kinds)})" if kinds else "This build"
-    return [Column(None, title), *(Column(device, f"Recorded, {device}") for device in recorded_devices(env))]
+    return [Column(None, title), *(Column(device, f"Recorded ({device})") for device in recorded_devices(env))]
 
 
 def _badge(verdict: VerdictName, *content: nodes.Node) -> nodes.inline:
