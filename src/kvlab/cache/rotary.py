@@ -1,0 +1,186 @@
+"""Moving sink keys to their new distance: finding how a model rotates its keys, and rotating them further."""
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from .errors import UnsupportedModelError
+
+PROBE_POSITIONS = (3, 40)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE of one layer: angle = position · ``inv_freq[i]`` for the i-th pair of dimensions of a head.
+
+    ``interleaved``: pairs are (0, 1), (2, 3), …; otherwise dimension i pairs with i + n, n =
+    ``len(inv_freq)``. Dimensions beyond 2n are not rotated (partial rotary).
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, inv_freq: torch.Tensor, interleaved: bool) -> Self:
+        return cls(tuple(inv_freq.float().tolist()), interleaved)
+
+    def split(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the first and second member of each pair, (..., n) each, of keys (..., head_dim)."""
+        n = len(self.inv_freq)
+        if self.interleaved:
+            return keys[..., 0 : 2 * n : 2], keys[..., 1 : 2 * n : 2]
+        return keys[..., :n], keys[..., n : 2 * n]
+
+    def angles(self, distance: torch.Tensor) -> torch.Tensor:
+        """Angles (..., n) in fp32 of a turn by ``distance`` (...) positions."""
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=distance.device)
+        return distance.float()[..., None] * inv_freq
+
+    def turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+        """Write ``keys`` (..., head_dim) turned further by the angle of ``cos`` and ``sin`` (..., n) into
+        ``out``.
+
+        Dimensions that are not rotated are left as they are in ``out``. The model's own scaling of cos and
+        sin is already in the keys and must not be applied again, so cos and sin are the bare ones.
+        """
+        (a, b), (out_a, out_b) = self.split(keys), self.split(out)
+        if out.dtype == torch.float32:
+            torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+            torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+        else:  # 16-bit keys are turned in fp32 and rounded once
+            a, b = a.float(), b.float()
+            out_a.copy_(a * cos - b * sin)
+            out_b.copy_(b * cos + a * sin)
+
+
+def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation | None]:
+    """How each layer rotates its keys; None for a layer that does not (NoPE).
+
+    A model with weights is probed: the key of one token at two positions shows the rotation, whatever the
+    model is called. A config, or a model on the meta device, gives the rotation of its own rotary module.
+    Raises ``UnsupportedModelError`` if no rotation explains the keys.
+    """
+    if isinstance(model, PreTrainedConfig) or model.device.type == "meta":
+        return _rotations_from_config(getattr(model, "config", model))
+    return _probe(model)
+
+
+def _probe(model: PreTrainedModel) -> list[Rotation | None]:
+    candidates = {
+        Rotation.of(buffer, interleaved)
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
+        for interleaved in (False, True)
+    }
+    if not candidates:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding; sinks cannot be moved. Use "
+            "CachePolicy(rotate_sinks=False)"
+            " or a DynamicCache"
+        )
+    here, there = (_keys_and_values_at(model, position) for position in PROBE_POSITIONS)
+    rotations = []
+    for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
+        if not torch.equal(v_here, v_there):
+            raise UnsupportedModelError(
+                f"the values of layer {layer} of {type(model).__name__} change with the position (latent "
+                "attention?)"
+            )
+        rotations.append(_explain(k_here, k_there, candidates, f"layer {layer} of {type(model).__name__}"))
+    return rotations
+
+
+@torch.no_grad()
+def _keys_and_values_at(model: PreTrainedModel, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values (1, heads, 1, dim) of every layer for one token: it attends to itself alone."""
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    model(input_ids=token, position_ids=torch.full_like(token, position), cache=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _explain(
+    here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str
+) -> Rotation | None:
+    if torch.equal(here, there):
+        return None
+    distance = torch.tensor(PROBE_POSITIONS[1] - PROBE_POSITIONS[0], device=here.device)
+    here, there = here.float(), there.float()
+    best, best_error = None, float("inf")
+    for rotation in candidates:
+        if 2 * len(rotation.inv_freq) > here.shape[-1]:
+            continue
+        angles, turned = rotation.angles(distance), here.clone()
+        rotation.turn(here, angles.cos(), angles.sin(), turned)
+        error = float((turned - there).abs().max() / there.abs().max())
+        if error < best_error:
+            best, best_error = rotation, error
+    if best_error > 0.02:  # bf16 keys agree to about 0.005
+        raise UnsupportedModelError(
+            f"no rotation of the model's own explains the keys of {where} (best misses by {best_error:.1%})"
+        )
+    return best
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Tokens after which the model's RoPE changes its frequencies, so held keys misfit; None if never."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_kind = (
+        parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
+    )
+    limits = []
+    for rope in by_kind:
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def _rotations_from_config(config: PreTrainedConfig) -> list[Rotation | None]:
+    config = config.get_text_config(decoder=True)
+    module = sys.modules[_modeling_module(config)]
+    rotary = _rotary_module(module, config)
+    interleaved = _is_interleaved(module, config)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    shared = getattr(rotary, "inv_freq", None)
+    return [
+        Rotation.of(shared if shared is not None else getattr(rotary, f"{kind}_inv_freq"), interleaved)
+        for kind in layer_types
+    ]
+
+
+def _modeling_module(config: PreTrainedConfig) -> str:
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    return model_class.__module__
+
+
+def _rotary_module(module, config: PreTrainedConfig) -> nn.Module:
+    classes = [
+        value
+        for name, value in vars(module).items()
+        if name.endswith("RotaryEmbedding") and inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1 or getattr(config, "no_rope_layers", None):
+        raise UnsupportedModelError(
+            f"{type(config).__name__} does not say how each layer rotates its keys; pass the model instead "
+            "of its config"
+        )
+    return classes[0](config=config)
+
+
+def _is_interleaved(module, config: PreTrainedConfig) -> bool:
+    """Whether the model pairs neighbouring dimensions: a unit vector shows where it is sent."""
+    unit = torch.zeros(1, 1, 1, 4)
+    unit[..., 0] = 1
+    ones = torch.ones(1, 1, 4)
+    _, turned = module.apply_rotary_pos_emb(unit, unit, 0 * ones, ones)
+    return bool(turned[..., 1])
