@@ -40,15 +40,11 @@ class MaskBuilder(Protocol):
         """A boolean mask (B or 1, 1, q, columns), None for none, or what ``request.stock`` returns."""
 
 
-class MaskOffset(int):
-    """A ``kv_offset`` of 0 that carries the builder of the mask it belongs to."""
+class MaskOffset:
+    """What our caches return as ``kv_offset``: no number, but the builder of the mask it belongs to."""
 
-    builder: MaskBuilder
-
-    def __new__(cls, builder: MaskBuilder):
-        offset = super().__new__(cls, 0)
-        offset.builder = builder
-        return offset
+    def __init__(self, builder: MaskBuilder):
+        self.builder = builder
 
 
 def register_masks() -> None:

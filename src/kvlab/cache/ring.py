@@ -42,6 +42,7 @@ class Ring:
         self.position_limit = position_limit
         self.check_room = check_room
         self.progress = Progress()
+        self.offset = MaskOffset(self)
         self.keys: torch.Tensor | None = None
         self.reset()
 
@@ -78,9 +79,6 @@ class Ring:
         return torch.compiler.is_compiling() or (
             self.keys.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         )
-
-    def offset(self) -> MaskOffset:
-        return MaskOffset(self)
 
     def build_mask(self, request: MaskRequest) -> torch.Tensor | None:
         """Plan a step and return its mask (see ``masks.MaskBuilder``)."""

@@ -50,8 +50,8 @@ class Rotation:
         """
         (a, b), (out_a, out_b) = self.split(keys), self.split(out)
         if out.dtype == torch.float32:
-            torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-            torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+            out_a.copy_(a).mul_(cos).addcmul_(b, sin, value=-1)
+            out_b.copy_(b).mul_(cos).addcmul_(a, sin)
         else:  # 16-bit keys are turned in fp32 and rounded once
             a, b = a.float(), b.float()
             out_a.copy_(a * cos - b * sin)

@@ -21,6 +21,7 @@ class ShiftPlan:
     def __init__(self, high: int, low: int):
         self.high, self.low = high, low
         self.progress = Progress()
+        self.offset = MaskOffset(self)
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +111,7 @@ class ShiftingLayer(CacheLayerMixin):
         return buffer[:, :, : kept + 1]
 
     def get_mask_sizes(self, query_length: int):
-        return query_length, MaskOffset(self.plan)
+        return query_length, self.plan.offset
 
     def get_seq_length(self) -> int:
         return self.plan.progress.columns

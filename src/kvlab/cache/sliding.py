@@ -35,7 +35,7 @@ class RingLayer(CacheLayerMixin):
         return self.ring.append(self.index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int):
-        return query_length, self.ring.offset()
+        return query_length, self.ring.offset
 
     def get_seq_length(self):
         return self.ring.columns if self.ring.traced() else self.ring.columns_seen
