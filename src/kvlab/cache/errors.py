@@ -1,7 +1,9 @@
 """What a cache refuses, each with the numbers and with what to do instead."""
 
+from kvlab.errors import KvlabError
 
-class CacheError(RuntimeError):
+
+class CacheError(KvlabError):
     """Base of every refusal of a kvlab cache."""
 
 

@@ -48,9 +48,8 @@ class MaskOffset:
 
 
 def register_masks() -> None:
-    """Wrap the mask functions of eager and SDPA attention once, for the whole process."""
-    for name in IMPLEMENTATIONS:
-        current = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    """Wrap every registered mask function once, for the whole process."""
+    for name, current in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
         if getattr(current, "func", None) is not _dispatch_mask:
             AttentionMaskInterface.register(name, partial(_dispatch_mask, name, current))
 
@@ -58,6 +57,10 @@ def register_masks() -> None:
 def _dispatch_mask(name: str, original: Callable, *args, kv_offset: int = 0, **kwargs):
     if not isinstance(kv_offset, MaskOffset):
         return original(*args, kv_offset=kv_offset, **kwargs)
+    if name not in IMPLEMENTATIONS:
+        raise UnsupportedOperationError(
+            f"{name} attention takes no sink-and-window mask; use model.set_attn_implementation('sdpa')"
+        )
     if kwargs.get("use_vmap"):
         raise UnsupportedOperationError(
             "this model lays another mask over the causal one (images, blocks), which a window cache cannot "

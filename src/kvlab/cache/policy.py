@@ -2,6 +2,7 @@
 
 from typing import Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedConfig
 
@@ -78,6 +79,10 @@ class CachePolicy(BaseModel):
     def window(self) -> int:
         """W: how many of the last tokens are held, beside the sinks."""
         return self.max_total_tokens - self.sinks
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
     def to_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Store this policy in ``config.cache``, where ``save_pretrained`` writes it; returns ``config``."""

@@ -29,8 +29,10 @@ class Ring:
         sinks_count: int,
         window: int,
         rotations: list[Rotation | None],
+        progress: Progress,
         *,
         turns: bool,
+        dtype: torch.dtype | None,
         compileable: bool,
         position_limit: int | None,
         check_room: Callable[[ChunkStep, int], None],
@@ -38,17 +40,17 @@ class Ring:
         self.sinks_count, self.window = sinks_count, window
         self.rotations = rotations
         self.turns = turns and sinks_count > 0 and any(rotations)
+        self.dtype = dtype
         self.compileable = compileable
         self.position_limit = position_limit
         self.check_room = check_room
-        self.progress = Progress()
+        self.progress = progress
         self.offset = MaskOffset(self)
         self.keys: torch.Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the text; the buffers stay where they are."""
-        self.progress.reset()
         self.step: FirstStep | ChunkStep | DecodeStep | None = None
         self.counted_on_device = False  # a compiled or captured step counts where the host does not see it
         if self.keys is not None:
@@ -74,7 +76,7 @@ class Ring:
 
     def traced(self) -> bool:
         """Whether this is inside ``torch.compile`` or a graph capture, where host integers would freeze."""
-        if self.keys is None or self.position_limit is not None:
+        if self.keys is None or not self.progress.settled or self.position_limit is not None:
             return False
         return torch.compiler.is_compiling() or (
             self.keys.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -83,6 +85,7 @@ class Ring:
     def build_mask(self, request: MaskRequest) -> torch.Tensor | None:
         """Plan a step and return its mask (see ``masks.MaskBuilder``)."""
         if request.query_length == 1 and self.traced():
+            self.progress.check_whole()
             self.step = self.decode
             self.counted_on_device = True
             return self.decode.prepare(filled=None, storing_sinks=True, need_mask=True)
@@ -93,7 +96,8 @@ class Ring:
     def _plan(self, request: MaskRequest) -> torch.Tensor | None:
         progress, q = self.progress, request.query_length
         if self.counted_on_device:
-            progress.seen, progress.finished, self.counted_on_device = self.columns_seen, False, False
+            progress.adopt(int(self.columns))
+            self.counted_on_device = False
         progress.plan(q, request.attention_mask)
         self._check_position()
         if progress.seen == 0 and progress.longest <= self.slots:
@@ -116,19 +120,18 @@ class Ring:
         )
 
     def _check_position(self) -> None:
-        if self.position_limit is not None and self.progress.longest > self.position_limit:
+        columns = self.progress.seen + self.progress.planned
+        if self.position_limit is not None and columns > self.position_limit:
             raise UnsupportedModelError(
                 f"this model's rotary embedding changes its frequencies after {self.position_limit} tokens "
                 "and "
-                f"{self.progress.longest} are asked for: held keys would no longer fit. Stay below, or use "
+                f"{columns} are asked for: held keys would no longer fit. Stay below, or use "
                 "a fixed "
                 "RoPE type"
             )
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         """Store one layer's new tokens (B, H, q, head_dim); returns what its queries attend to."""
-        if self.keys is None:
-            self.allocate(keys, values)
         self._check_shape(keys)
         if self.step is None:
             raise UnsupportedOperationError(
@@ -136,23 +139,29 @@ class Ring:
                 "attention "
                 "other than eager and SDPA? Pass the 2-D mask, and use model.set_attn_implementation('sdpa')"
             )
-        if layer == 0:
-            self.progress.begun = True
         held = self.step.append(layer, keys, values)
         if layer == len(self.rotations) - 1:
             self.columns.add_(keys.shape[2])
-            self.progress.finished = True
             self.step = None
         return held
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take all the room this ring will ever use, from the shape of one layer's keys and values."""
+        if self.dtype not in (None, keys.dtype):
+            raise UnsupportedModelError(
+                f"the policy keeps {self.dtype}, the model computes keys in {keys.dtype}; load the model in "
+                f"{self.dtype}, or leave dtype out of the policy"
+            )
         shape = (len(self.rotations), *keys.shape[:2])
         with torch.inference_mode(False):  # else a later step outside inference mode could not write
             # Zeroed, never empty: a NaN left in a masked slot would still poison the sum.
             self.keys = keys.new_zeros((*shape, self.slots, keys.shape[-1]))
             self.values = keys.new_zeros((*shape, self.slots, values.shape[-1]))
             self.sinks = keys.new_zeros((*shape, self.sinks_count + 1, keys.shape[-1]))
+            # one view a layer: a compiled step must not see the whole, or it would copy it to change a part
+            self.layer_keys, self.layer_values, self.layer_sinks = (
+                list(buffer) for buffer in (self.keys, self.values, self.sinks)
+            )
             self.columns = torch.zeros((), dtype=torch.long, device=keys.device)
             self.decode = DecodeStep(self)
 
@@ -165,11 +174,9 @@ class Ring:
             )
 
     def reorder(self, beam_idx: torch.Tensor) -> None:
-        """Rows become those of ``beam_idx`` (B,), in place and one layer at a time."""
+        """Rows become those of ``beam_idx`` (B,), in place, one layer at a time, after the progress did."""
         index = beam_idx.to(self.keys.device)
         for buffer in (self.keys, self.values, self.sinks):
             for layer in buffer:
                 layer.copy_(layer.index_select(0, index))
-        if self.progress.is_padded:
-            self.progress.reorder(beam_idx.tolist())
-            self.decode.set_padding(self.progress.pads)
+        self.decode.set_padding(self.progress.pads)

@@ -57,6 +57,12 @@ class Rotation:
             out_a.copy_(a * cos - b * sin)
             out_b.copy_(b * cos + a * sin)
 
+    def turned(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``keys`` (..., head_dim) turned further (see ``turn``), as a new tensor."""
+        out = keys.clone()
+        self.turn(keys, cos, sin, out)
+        return out
+
 
 def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation | None]:
     """How each layer rotates its keys; None for a layer that does not (NoPE).

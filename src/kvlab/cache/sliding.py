@@ -2,16 +2,16 @@
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
-from .errors import PrefillChunkError, UnsupportedModelError
-from .masks import IMPLEMENTATIONS, register_masks
+from .masks import register_masks
 from .policy import CachePolicy
+from .progress import Progress
 from .ring import Ring
+from .room import ChunkRoom
 from .rotary import find_rotations, position_limit
-from .shapes import head_dim, num_key_value_heads
-from .steps import ChunkStep
+from .supported import check_model, kept_tokens
 
 CHUNK_LIMIT_BYTES = 2**30
 
@@ -19,20 +19,32 @@ CHUNK_LIMIT_BYTES = 2**30
 class RingLayer(CacheLayerMixin):
     """One layer's place in a ring: what transformers talks to."""
 
-    def __init__(self, ring: Ring, index: int, is_sliding: bool, is_compileable: bool):
+    def __init__(self, ring: Ring, index: int, *, is_first: bool, is_last: bool, is_sliding: bool):
         super().__init__()
         self.ring, self.index = ring, index
-        self.is_sliding, self.is_compileable = is_sliding, is_compileable
+        self.is_first, self.is_last = is_first, is_last  # of the whole cache
+        self.is_sliding, self.is_compileable = is_sliding, ring.compileable
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if self.ring.keys is None:
             self.ring.allocate(key_states, value_states)
+        self.keys, self.values = self.ring.layer_keys[self.index], self.ring.layer_values[self.index]
         self.is_initialized = True
 
     @torch.no_grad()
     def update(self, key_states, value_states, *args, **kwargs):
         """Store q new tokens; returns the keys and values (B, H, columns, head_dim) the mask is for."""
-        return self.ring.append(self.index, key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        progress = self.ring.progress
+        if self.is_first:
+            if key_states.shape[2] > 1:
+                progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
+            progress.begun = True
+        held = self.ring.append(self.index, key_states, value_states)
+        if self.is_last:
+            progress.finished = True
+        return held
 
     def get_mask_sizes(self, query_length: int):
         return query_length, self.ring.offset
@@ -44,10 +56,15 @@ class RingLayer(CacheLayerMixin):
         return -1  # evicts, so any length goes through
 
     def reset(self) -> None:
+        if self.is_first:
+            self.ring.progress.reset()
         if self.index == 0:
             self.ring.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        progress = self.ring.progress
+        if self.is_first and progress.is_padded:
+            progress.reorder(beam_idx.tolist())
         if self.index == 0 and self.ring.keys is not None:
             self.ring.reorder(beam_idx)
 
@@ -72,76 +89,40 @@ class SlidingWindowCache(BoundedCache):
         compileable: bool = False,
         chunk_limit_bytes: int = CHUNK_LIMIT_BYTES,
     ):
+        check_model(model)
+        config = getattr(model, "config", model).get_text_config(decoder=True)
+        itemsize = (getattr(model, "dtype", None) or torch.float32).itemsize
         self.policy = policy
-        self.chunk_limit_bytes = chunk_limit_bytes
-        self._config = getattr(model, "config", model).get_text_config(decoder=True)
-        check_model(model, self._config)
-        self._itemsize = (getattr(model, "dtype", None) or torch.float32).itemsize
-        kinds, options = get_layer_types_and_kwargs(self._config)
+        self.room = ChunkRoom.of(config, itemsize, chunk_limit_bytes)
+        self.progress = Progress()
+        kinds, kept = kept_tokens(config, policy)
         rotations = find_rotations(model)
-        self.rings = {}
-        for kind in dict.fromkeys(kinds):
-            sinks, window = self._keep(kind, options[kinds.index(kind)])
-            self.rings[kind] = Ring(
-                sinks,
-                window,
+        self.rings = {
+            kind: Ring(
+                *kept[kind],
                 [rotation for rotation, other in zip(rotations, kinds, strict=True) if other == kind],
+                self.progress,
                 turns=policy.rotate_sinks,
+                dtype=policy.torch_dtype,
                 compileable=compileable,
-                position_limit=position_limit(self._config),
-                check_room=self._check_room,
+                position_limit=position_limit(config),
+                check_room=self.room.check,
             )
+            for kind in kept
+        }
         register_masks()
         super().__init__(
             layers=[
                 RingLayer(
-                    self.rings[kind], kinds[:index].count(kind), kind == "sliding_attention", compileable
+                    self.rings[kind],
+                    kinds[:index].count(kind),
+                    is_first=index == 0,
+                    is_last=index == len(kinds) - 1,
+                    is_sliding=kind == "sliding_attention",
                 )
                 for index, kind in enumerate(kinds)
             ]
         )
-
-    def _keep(self, kind: str, options: dict) -> tuple[int, int]:
-        """Sinks and window of the layers of one kind: a model's own window stays as it is where it fits."""
-        policy, own = self.policy, options.get("sliding_window")
-        if kind == "full_attention":
-            return policy.sinks, policy.window
-        if kind != "sliding_attention":
-            raise UnsupportedModelError(
-                f"layers of kind {kind!r} do not keep keys and values of single tokens; use the model's own "
-                "cache"
-            )
-        if set(getattr(self._config, "layer_types", None) or [kind]) == {"sliding_attention"}:
-            if policy.max_total_tokens > own:
-                raise UnsupportedModelError(
-                    f"every layer of this model sees {own} tokens and the policy keeps "
-                    f"{policy.max_total_tokens}; "
-                    f"use max_total_tokens={own} or less"
-                )
-            return policy.sinks, policy.window
-        return (0, own) if own <= policy.max_total_tokens else (policy.sinks, policy.window)
-
-    def _check_room(self, step: ChunkStep, batch: int) -> None:
-        needed = self._chunk_bytes(batch, step.q, step.columns)
-        if needed <= self.chunk_limit_bytes:
-            return
-        # one layer's columns and the mask grow with q and q squared: halve until it fits
-        q = step.q
-        while q > 1 and self._chunk_bytes(batch, q, step.columns_of(q)) > self.chunk_limit_bytes:
-            q //= 2
-        raise PrefillChunkError(
-            f"a chunk of {step.q} tokens needs {needed} bytes beside the window, the limit is "
-            f"{self.chunk_limit_bytes}; pass prefill_chunk_size={q} to generate, or feed chunks of {q} tokens"
-        )
-
-    def _chunk_bytes(self, batch: int, q: int, columns: int) -> int:
-        """Room for one layer's columns, the mask and (eager) the scores of a chunk of q queries."""
-        config = self._config
-        columns_bytes = 2 * batch * columns * num_key_value_heads(config) * head_dim(config) * self._itemsize
-        per_score = 1 + self._itemsize
-        if config._attn_implementation == "eager":
-            per_score += config.num_attention_heads * (2 * self._itemsize + 4)
-        return columns_bytes + batch * q * columns * per_score
 
     @property
     def _ring(self) -> Ring:
@@ -158,13 +139,3 @@ class SlidingWindowCache(BoundedCache):
     @property
     def nbytes(self) -> int:
         return sum(ring.nbytes for ring in self.rings.values())
-
-
-def check_model(model: PreTrainedModel | PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Raise ``UnsupportedModelError`` for what a window cache cannot serve, with the reason."""
-    implementation = config._attn_implementation
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise UnsupportedModelError(
-            f"attention implementation {implementation!r} takes no mask of ours; "
-            "use model.set_attn_implementation('sdpa')"
-        )

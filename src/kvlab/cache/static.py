@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
-from .errors import BatchChangedError, CapacityError
+from .errors import BatchChangedError, CapacityError, TornForwardError
 from .shapes import head_dim, num_key_value_heads
 
 
@@ -98,6 +98,15 @@ class StaticKVCache(BoundedCache):
                 dtype or getattr(model, "dtype", None) or torch.float32,
                 torch.device(device or getattr(model, "device", "cpu")),
             )
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx == 0 and self.layers[-1].seen != self.layers[0].seen:
+            raise TornForwardError(
+                f"the forward after {self.layers[-1].seen} tokens died before every layer had stored its "
+                "keys: "
+                "reset() and run the text again"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def tokens_seen(self) -> int:

@@ -62,9 +62,9 @@ class FirstStep:
         if self.writes is None:
             self.writes = Writes(ring, self.q, keys.device)
             ring.decode.set_padding(ring.progress.pads)
-        self.writes.store(ring.keys[layer], keys)
-        self.writes.store(ring.values[layer], values)
-        self.writes.store_sinks(ring.sinks[layer], keys)
+        self.writes.store(ring.layer_keys[layer], keys)
+        self.writes.store(ring.layer_values[layer], values)
+        self.writes.store_sinks(ring.layer_sinks[layer], keys)
         return keys, values
 
 
@@ -91,11 +91,11 @@ class ChunkStep:
 
     @property
     def columns(self) -> int:
-        return self.columns_of(self.q)
+        return self.copies * self.ring.sinks_count + self.old + self.q
 
-    def columns_of(self, q: int) -> int:
-        """Columns that a chunk of q tokens attends to: at most S copies per query, the old window, itself."""
-        return min(q, self.copies) * self.ring.sinks_count + self.old + q
+    def most_columns(self, q: int) -> int:
+        """Columns that any chunk of q tokens may attend to: sinks for each query, the window, the chunk."""
+        return q * self.ring.sinks_count + self.ring.window + q
 
     def mask(self, device) -> torch.Tensor:
         """(B or 1, 1, q, columns): the first S and last W tokens of each query's row; pads see themselves."""
@@ -122,13 +122,15 @@ class ChunkStep:
             ring.decode.set_padding(ring.progress.pads)
             self.turns = self._turns(keys.device)
         old = slice(sinks, sinks + self.old)
-        self.writes.store_sinks(ring.sinks[layer], keys)
-        self.writes.store_sinks(ring.values[layer], values)
-        sink_values = ring.values[layer][:, :, None, :sinks].expand(-1, -1, self.copies, -1, -1).flatten(2, 3)
-        held_keys = torch.cat([self._sink_copies(layer), ring.keys[layer][:, :, old], keys], dim=2)
-        held_values = torch.cat([sink_values, ring.values[layer][:, :, old], values], dim=2)
-        self.writes.store(ring.keys[layer], keys)
-        self.writes.store(ring.values[layer], values)
+        self.writes.store_sinks(ring.layer_sinks[layer], keys)
+        self.writes.store_sinks(ring.layer_values[layer], values)
+        sink_values = (
+            ring.layer_values[layer][:, :, None, :sinks].expand(-1, -1, self.copies, -1, -1).flatten(2, 3)
+        )
+        held_keys = torch.cat([self._sink_copies(layer), ring.layer_keys[layer][:, :, old], keys], dim=2)
+        held_values = torch.cat([sink_values, ring.layer_values[layer][:, :, old], values], dim=2)
+        self.writes.store(ring.layer_keys[layer], keys)
+        self.writes.store(ring.layer_values[layer], values)
         return held_keys, held_values
 
     def _turns(self, device) -> dict:
@@ -146,14 +148,12 @@ class ChunkStep:
 
     def _sink_copies(self, layer: int) -> torch.Tensor:
         """Sink keys (B, H, copies · S, head_dim), each copy turned by its own distance."""
-        sinks = self.ring.sinks[layer][:, :, None, : self.ring.sinks_count].expand(
+        sinks = self.ring.layer_sinks[layer][:, :, None, : self.ring.sinks_count].expand(
             -1, -1, self.copies, -1, -1
         )
         rotation = self.ring.rotations[layer]
         if rotation in self.turns:
-            turned = sinks.clone()
-            rotation.turn(sinks, *self.turns[rotation], out=turned)
-            sinks = turned
+            sinks = rotation.turned(sinks, *self.turns[rotation])
         return sinks.flatten(2, 3)
 
 
@@ -173,6 +173,7 @@ class DecodeStep:
         heads_of_rows = torch.arange(batch * heads, device=device).view(batch, heads)
         self.first_slot = heads_of_rows * slots  # of each row and head, in the flattened buffer of a layer
         self.first_sink = heads_of_rows * (ring.sinks_count + 1)
+        self.sink_slots = (self.first_slot[..., None] + self.slot_numbers[: ring.sinks_count]).flatten()
         self.row = torch.zeros(batch * heads, dtype=torch.long, device=device)
         self.sink_row = torch.zeros(batch * heads, dtype=torch.long, device=device)
         self.shown = slots
@@ -203,33 +204,35 @@ class DecodeStep:
         if storing_sinks:
             sink = position.clamp(max=sinks)
             torch.add(self.first_sink, sink[:, None], out=self.sink_row.view_as(self.first_sink))
-        self._turn_sinks((position + 1 - slots).clamp(min=0))
+        self._turn_sinks((position + 1 - slots).clamp(min=0), apart=torch.compiler.is_compiling())
         self.shown = slots if filled is None else filled
         if filled is not None and not need_mask:
             return None
         return (self.slot_numbers[: self.shown] <= position[:, None])[:, None, None]
 
-    def _turn_sinks(self, distance: torch.Tensor) -> None:
+    def _turn_sinks(self, distance: torch.Tensor, apart: bool) -> None:
+        """Write the sinks, turned by ``distance`` (B,), where attention reads them."""
         ring, sinks = self.ring, self.ring.sinks_count
         for rotation, layers in self.spans:
             angle = rotation.angles(distance)[:, None, None]  # (B, 1, 1, n)
-            rotation.turn(
-                ring.sinks[layers, :, :, :sinks],
-                angle.cos(),
-                angle.sin(),
-                out=ring.keys[layers, :, :, :sinks],
-            )
+            cos, sin = angle.cos(), angle.sin()
+            if apart:
+                for layer in range(layers.start, layers.stop):
+                    turned = rotation.turned(ring.layer_sinks[layer][:, :, :sinks], cos, sin)
+                    _write_rows(ring.layer_keys[layer], self.sink_slots, turned)
+            else:
+                rotation.turn(ring.sinks[layers, :, :, :sinks], cos, sin, ring.keys[layers, :, :, :sinks])
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         ring = self.ring
-        _write_row(ring.keys[layer], self.row, keys)
-        _write_row(ring.values[layer], self.row, values)
+        _write_rows(ring.layer_keys[layer], self.row, keys)
+        _write_rows(ring.layer_values[layer], self.row, values)
         if self.storing_sinks:
-            _write_row(ring.sinks[layer], self.sink_row, keys)
-        return ring.keys[layer][:, :, : self.shown], ring.values[layer][:, :, : self.shown]
+            _write_rows(ring.layer_sinks[layer], self.sink_row, keys)
+        return ring.layer_keys[layer][:, :, : self.shown], ring.layer_values[layer][:, :, : self.shown]
 
 
-def _write_row(buffer: torch.Tensor, row: torch.Tensor, states: torch.Tensor) -> None:
-    """Write states (B, H, 1, D) into the given row (B · H,) of buffer (B, H, slots, D)."""
+def _write_rows(buffer: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> None:
+    """Write states (B, H, n, D) into the given rows (B · H · n,) of buffer (B, H, slots, D)."""
     dim = states.shape[-1]
-    buffer.view(-1, dim).index_copy_(0, row, states.reshape(-1, dim))
+    buffer.view(-1, dim).index_copy_(0, rows, states.reshape(-1, dim))
