@@ -1,4 +1,4 @@
-"""Room for a prefill chunk: what it needs beside the held window, and a refusal that names a chunk that fits."""
+"""Room for a prefill chunk: what it needs beside the window, and a refusal that names one that fits."""
 
 from dataclasses import dataclass
 from typing import Self

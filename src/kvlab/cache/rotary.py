@@ -1,15 +1,15 @@
 """Moving sink keys to their new distance: finding how a model rotates its keys, and rotating them further."""
 
-import inspect
-import sys
+import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .errors import UnsupportedModelError
+from .shapes import head_dim
 
 PROBE_POSITIONS = (3, 40)
 
@@ -67,38 +67,53 @@ class Rotation:
 def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation | None]:
     """How each layer rotates its keys; None for a layer that does not (NoPE).
 
-    A model with weights is probed: the key of one token at two positions shows the rotation, whatever the
-    model is called. A config, or a model on the meta device, gives the rotation of its own rotary module.
-    Raises ``UnsupportedModelError`` if no rotation explains the keys.
+    The model is probed: the key of one token at two positions shows the rotation, whatever the model is
+    called. A config, or a model on the meta device, is built one head wide first.
+    Raises ``UnsupportedModelError`` if none of the model's own frequencies explains its keys.
     """
     if isinstance(model, PreTrainedConfig) or model.device.type == "meta":
-        return _rotations_from_config(getattr(model, "config", model))
-    return _probe(model)
-
-
-def _probe(model: PreTrainedModel) -> list[Rotation | None]:
+        model = _one_head_wide(getattr(model, "config", model))
     candidates = {
         Rotation.of(buffer, interleaved)
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq")
         for interleaved in (False, True)
     }
+    name = type(model).__name__
     if not candidates:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding; sinks cannot be moved. Use "
-            "CachePolicy(rotate_sinks=False)"
-            " or a DynamicCache"
+            f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache"
         )
     here, there = (_keys_and_values_at(model, position) for position in PROBE_POSITIONS)
     rotations = []
     for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
         if not torch.equal(v_here, v_there):
             raise UnsupportedModelError(
-                f"the values of layer {layer} of {type(model).__name__} change with the position (latent "
-                "attention?)"
+                f"the values of layer {layer} of {name} change with the position (latent attention?); "
+                "use a DynamicCache"
             )
-        rotations.append(_explain(k_here, k_there, candidates, f"layer {layer} of {type(model).__name__}"))
+        rotations.append(_explain(k_here, k_there, candidates, f"layer {layer} of {name}"))
     return rotations
+
+
+def _one_head_wide(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config with the same layers and the same rotary embedding, but as small as it gets."""
+    config = copy.deepcopy(config.get_text_config(decoder=True))
+    width = head_dim(config)
+    small = {
+        **dict.fromkeys(("hidden_size", "head_dim"), width),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "vocab_size"), 8),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    for name, value in small.items():
+        if hasattr(config, name):
+            with suppress(AttributeError):  # a property that follows from others
+                setattr(config, name, value)
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
 
 @torch.no_grad()
@@ -147,46 +162,3 @@ def position_limit(config: PreTrainedConfig) -> int | None:
         elif "dynamic" in kind:
             limits.append(config.max_position_embeddings)
     return min(limits, default=None)
-
-
-def _rotations_from_config(config: PreTrainedConfig) -> list[Rotation | None]:
-    config = config.get_text_config(decoder=True)
-    module = sys.modules[_modeling_module(config)]
-    rotary = _rotary_module(module, config)
-    interleaved = _is_interleaved(module, config)
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    shared = getattr(rotary, "inv_freq", None)
-    return [
-        Rotation.of(shared if shared is not None else getattr(rotary, f"{kind}_inv_freq"), interleaved)
-        for kind in layer_types
-    ]
-
-
-def _modeling_module(config: PreTrainedConfig) -> str:
-    from transformers import AutoModelForCausalLM
-
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    return model_class.__module__
-
-
-def _rotary_module(module, config: PreTrainedConfig) -> nn.Module:
-    classes = [
-        value
-        for name, value in vars(module).items()
-        if name.endswith("RotaryEmbedding") and inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-    if len(classes) != 1 or getattr(config, "no_rope_layers", None):
-        raise UnsupportedModelError(
-            f"{type(config).__name__} does not say how each layer rotates its keys; pass the model instead "
-            "of its config"
-        )
-    return classes[0](config=config)
-
-
-def _is_interleaved(module, config: PreTrainedConfig) -> bool:
-    """Whether the model pairs neighbouring dimensions: a unit vector shows where it is sent."""
-    unit = torch.zeros(1, 1, 1, 4)
-    unit[..., 0] = 1
-    ones = torch.ones(1, 1, 4)
-    _, turned = module.apply_rotary_pos_emb(unit, unit, 0 * ones, ones)
-    return bool(turned[..., 1])

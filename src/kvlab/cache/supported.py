@@ -36,7 +36,7 @@ def _reason_against(model, config: PreTrainedConfig, text_config: PreTrainedConf
     if getattr(text_config, "alibi", False):
         return "ALiBi adds a bias by column, which an evicting cache moves; use a DynamicCache"
     if "mrope_section" in rope:
-        return "positions have several axes (M-RoPE), so evicted tokens are no single distance; use a DynamicCache"
+        return "its positions have several axes (M-RoPE), so a distance is no number; use a DynamicCache"
     return None
 
 
@@ -57,7 +57,7 @@ def kept_tokens(
             "use the model's own cache"
         )
     own = windows.get("sliding_attention")
-    kept = {kind: (policy.sinks, policy.window) for kind in windows}
+    kept = dict.fromkeys(windows, (policy.sinks, policy.window))
     if own is not None and len(windows) > 1 and own <= policy.max_total_tokens:
         kept["sliding_attention"] = (0, own)
     elif own is not None and len(windows) == 1 and policy.max_total_tokens > own:
