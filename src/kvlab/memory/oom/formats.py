@@ -67,16 +67,26 @@ def _hip_owner(before: str, after: str) -> Family:
 
 
 def _driver_owner(before: str, after: str) -> Family:
-    line = before[-200:]
-    if "xla/" in line or "tsl/" in line or "jax" in line:
-        return "xla"
-    if "tensorflow/" in line:
-        return "tensorflow"
-    return "llama_cpp" if "ggml" in line else "cuda_driver"
+    owner = _compiler_of(before[-200:])
+    return owner or ("llama_cpp" if "ggml" in before[-200:] else "cuda_driver")
 
 
 def _bfc_owner(before: str, after: str) -> Family:
-    return "xla" if "tsl/" in before[-200:] or "xla/" in before[-200:] else "tensorflow"
+    return _compiler_of(before[-200:]) or "tensorflow"
+
+
+def _compiler_of(line: str) -> Family | None:
+    """TensorFlow and XLA share source files; the path under which each was built tells them apart.
+
+    JAX builds `external/xla` (before that `external/org_tensorflow`), TensorFlow `external/local_xla`.
+    """
+    if "external/local_" in line:
+        return "tensorflow"
+    if any(path in line for path in ("external/xla", "external/tsl", "external/org_tensorflow", "jaxlib")):
+        return "xla"
+    if "tensorflow" in line:
+        return "tensorflow"
+    return "xla" if "xla/" in line or "tsl/" in line else None
 
 
 def _metal_owner(before: str, after: str) -> Family:
@@ -126,13 +136,7 @@ TORCH = (
     ),
     Format("torch_cpu", "Torch: not enough memory: you tried to allocate {tried}", cause="host_memory"),
     Format("torch_cpu", "unable to mmap {tried} from file", ("Cannot allocate memory",), cause="host_memory"),
-    Format(
-        "torch_cpu",
-        "MemoryError",
-        ("Unable to allocate {tried} for an array with shape",),
-        cause="host_memory",
-        own_line=True,
-    ),
+    Format("torch_cpu", "MemoryError", cause="host_memory", mention=True, own_line=True),
     Format("torch_cpu", "Unable to allocate {tried} for an array with shape", cause="host_memory"),
     Format("torch_cpu", "instance of std::bad_alloc", ("what(): std::bad_alloc",), cause="host_memory"),
     Format("torch_cpu", "what(): std::bad_alloc", cause="host_memory"),
@@ -212,7 +216,8 @@ VLLM = (
     Format("vllm", "No available memory for the cache blocks", cause="kv_capacity"),
     Format(
         "vllm",
-        "Free memory on device {*}({free:GiB}/{total:GiB} GiB) on startup is less than desired GPU memory utilization ({n}, {tried})",
+        "Free memory on device {*}({free:GiB}/{total:GiB} GiB) on startup is less than desired "
+        "GPU memory utilization ({n}, {tried})",
         cause="other_process",
     ),
     Format("vllm", "is preempted by {*}because there is not enough KV cache space", cause="kv_capacity"),
@@ -289,6 +294,11 @@ NVIDIA_ENGINES = (
     Format("tensorrt_llm", "Can't allocate new blocks. No free blocks left", cause="kv_capacity"),
     Format("tensorrt_llm", "No free blocks left", cause="kv_capacity"),
     Format("tensorrt_llm", "Impossible to fit {in any|any} sequence in kvCache", cause="kv_capacity"),
+    Format(
+        "tensorrt_llm",
+        "Executor creation failed due to insufficient GPU memory",
+        ("Total GPU memory (GiB): {total:GiB}", "component creation attempt (GiB): {free:GiB}"),
+    ),
     Format("tensorrt_llm", "exceeds the KV cache manager's maximum supported length", cause="kv_capacity"),
     Format("tensorrt_llm", "[TensorRT-LLM][ERROR]{*}out of memory"),
     Format("tensorrt", "Error Code {n}: Cuda Runtime (out of memory)"),
@@ -340,9 +350,13 @@ LLAMA_CPP = (
     Format("llama_cpp", "failed to allocate compute {buffers|buffer|pp buffers}", follows=True),
     Format("llama_cpp", "llama_kv_cache_init() failed", follows=True),
     Format("llama_cpp", "error loading model: unable to allocate", follows=True),
-    Format("llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity"),
-    Format("llama_cpp", "failed to find free space in the KV cache", cause="kv_capacity"),
-    Format("llama_cpp", "KV cache is full", cause="kv_capacity"),
+    Format(
+        "llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity", follows=True
+    ),
+    Format("llama_cpp", "failed to find free space in the KV cache", cause="kv_capacity", follows=True),
+    Format("llama_cpp", "KV cache is full", cause="kv_capacity", follows=True),
+    Format("llama_cpp", "Input prompt is too big compared to KV size", cause="kv_capacity", follows=True),
+    Format("llama_cpp", "NoKvSlot", cause="kv_capacity", follows=True),
     Format("llama_cpp", "exceeds the available context size", is_oom=None, cause="kv_capacity"),
     Format(
         "llama_cpp",
@@ -379,7 +393,8 @@ OTHERS = (
     ),
     Format(
         "unknown",
-        "[metal::malloc] Attempting to allocate {tried} which is greater than the maximum allowed buffer size of {total}",
+        "[metal::malloc] Attempting to allocate {tried} which is greater than "
+        "the maximum allowed buffer size of {total}",
     ),
     Format(_metal_owner, "kIOGPUCommandBufferCallbackErrorOutOfMemory"),
     Format("unknown", "There is not enough GPU video memory available", ("allocate tensor with {tried}",)),
@@ -388,8 +403,15 @@ OTHERS = (
     Format("unknown", "OOMKilled", cause="host_memory"),
     Format("unknown", "node running low on memory", cause="host_memory"),
     Format("unknown", "kv cache overflow", is_oom=None, cause="kv_capacity"),
+    Format("unknown", "Signal 9 (SIGKILL)", is_oom=None),
+    Format("unknown", "exit {code|status} 137", is_oom=None),
     Format("unknown", "out of memory", mention=True),
     Format("unknown", "OutOfMemoryError", mention=True),
+    Format("unknown", "insufficient {GPU memory|memory|VRAM}", mention=True),
+    Format("unknown", "not enough {GPU memory|memory|VRAM}", mention=True),
+    Format("unknown", "cannot allocate {GPU memory|memory}", mention=True),
+    Format("unknown", "failed to allocate {GPU memory|memory}", mention=True),
+    Format("unknown", "unable to allocate {GPU memory|memory}", mention=True),
 )
 
 FORMATS = TORCH + CUDA + VLLM + SERVERS + NVIDIA_ENGINES + LLAMA_CPP + COMPILERS + OTHERS
