@@ -16,7 +16,7 @@ from kvlab.memory.allocator.sizes import (
     round_size,
     segment_size,
 )
-from kvlab.memory.allocator.stats import DeviceStats, PoolStats, Stat
+from kvlab.memory.allocator.stats import DeviceStats, Stat
 
 UNLIMITED = (1 << 64) - 1
 """``max_split_size`` when it is not set: the largest size_t."""
@@ -142,6 +142,13 @@ class CachingAllocator:
         yield from self._allocated.values()
         yield from {id(b): b for events in self._events.values() for _, b in events}.values()
 
+    def free_blocks_at_least(self, size: int, stream: int) -> Iterator[Block]:
+        """The free blocks of a stream, in all pools, that hold ``size`` bytes."""
+        for pools in self._pools.values():
+            for pool in pools:
+                free, place = pool.at_least(size, stream)
+                yield from (entry[3] for entry in free[place:])
+
     @property
     def history(self) -> list[tuple]:
         """The recorded actions as (action, address, size, stream, pool id, frames), oldest first."""
@@ -180,9 +187,14 @@ class CachingAllocator:
                 merged_bytes += neighbour.size
                 self.merge(block, neighbour)
         pool.put(block)
+        count, size_change = -merged, -merged_bytes
+        if block.is_split:
+            count += 1
+            size_change += block.size
         for stats in (self.stats.all, pool.stats):
-            if block.expandable is None:
-                _count_inactive_split(stats, block, merged, merged_bytes)
+            if block.expandable is None and size_change:
+                _change(stats.inactive_split, count)
+                _change(stats.inactive_split_bytes, size_change)
             stats.active.decrease(1)
             stats.active_bytes.decrease(size)
             stats.requested_bytes.decrease(block.requested)
@@ -307,13 +319,41 @@ class CachingAllocator:
             self.record("segment_alloc", address, size, stream, pool.id)
         return block
 
+    def adopt_segment(self, blocks: list[Block], segment_bytes: int, pending: dict[int, Block]) -> None:
+        """Take over linked blocks that exist already: a whole segment, or with 0 bytes a run of pages.
+
+        Free ones go into their pools, those that wait for another stream into ``pending``.
+        """
+        pool = blocks[0].pool
+        mapped = sum(b.size for b in blocks if b.mapped)
+        self.reserved_bytes += mapped
+        self.device.held_bytes += mapped
+        for stats in (self.stats.all, pool.stats):
+            stats.reserved_bytes.increase(mapped)
+            if segment_bytes:
+                stats.segment.increase(1)
+        for block in blocks:
+            if not block.mapped:
+                pool.put_unmapped(block)
+            elif block.state == FREE:
+                pool.put(block)
+                if block.is_split and block.expandable is None:
+                    for stats in (self.stats.all, pool.stats):
+                        stats.inactive_split.increase(1)
+                        stats.inactive_split_bytes.increase(block.size)
+            else:
+                self._count_allocation(block)
+                self._allocated[block.address] = block
+                if block.state == PENDING:
+                    pending[block.address] = self.free_request(block.address)
+
     def release_segment(self, block: Block) -> None:
         """cudaFree a segment that is one free block in its pool (``release_block``)."""
         pool = block.pool
         self.stats.num_device_free += 1
         if self._history is not None:
             self.record("segment_free", block.address, block.size, block.stream, pool.id)
-        self.device.give_back(block.address, block.size)
+        self.device.free(block.address, block.size)
         self.reserved_bytes -= block.size
         for stats in (self.stats.all, pool.stats):
             stats.segment.decrease(1)
@@ -419,6 +459,12 @@ class CachingAllocator:
             if not events:
                 del self._events[stream]
 
+    def wait_for(self, block: Block, stream: int) -> int:
+        """Let a block whose free was requested wait until ``finish(stream)``; returns the stream."""
+        block.stream_uses = {stream}
+        self._insert_events(block)
+        return stream
+
     # Bookkeeping shared with expandable segments
 
     def merge(self, block: Block, neighbour: Block) -> None:
@@ -479,16 +525,6 @@ class CachingAllocator:
             return self._allocated[address]
         except KeyError:
             raise InvalidPointerError(f"invalid device pointer: {address:#x}") from None
-
-
-def _count_inactive_split(stats: PoolStats, block: Block, merged: int, merged_bytes: int) -> None:
-    """The net change after a free: the block joins the split free ones, those it swallowed leave."""
-    count, size = -merged, -merged_bytes
-    if block.is_split:
-        count += 1
-        size += block.size
-    _change(stats.inactive_split, count)
-    _change(stats.inactive_split_bytes, size)
 
 
 def _change(stat: Stat, amount: int) -> None:

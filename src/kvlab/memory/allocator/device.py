@@ -36,23 +36,28 @@ class Device:
 
     def malloc(self, size_bytes: int) -> int | None:
         """cudaMalloc: the address of ``size_bytes`` of memory, or None when the card has not enough."""
-        if not self.take(size_bytes):
+        if size_bytes > self.free_bytes:
             return None
+        self.held_bytes += size_bytes
         return self.reserve_addresses(size_bytes)
 
-    def take(self, size_bytes: int) -> bool:
-        """Hold ``size_bytes`` of physical memory (cuMemCreate); False when the card has not enough."""
+    def free(self, address: int, size_bytes: int) -> None:
+        """cudaFree."""
+        self.held_bytes -= size_bytes
+
+    def reserve_addresses(self, size_bytes: int) -> int:
+        """A range of addresses without memory that no one else gets (cuMemAddressReserve)."""
+        address = self._next_address
+        self._next_address += -(-size_bytes // _ADDRESS_GRAIN_BYTES) * _ADDRESS_GRAIN_BYTES
+        return address
+
+    def map(self, address: int, size_bytes: int) -> bool:
+        """Put pages of memory behind a reserved range (cuMemCreate, cuMemMap); False when there are too few."""
         if size_bytes > self.free_bytes:
             return False
         self.held_bytes += size_bytes
         return True
 
-    def give_back(self, address: int, size_bytes: int) -> None:
-        """cudaFree, or cuMemRelease of the pages mapped at ``address``."""
+    def unmap(self, address: int, size_bytes: int) -> None:
+        """Take the pages away again (cuMemUnmap, cuMemRelease)."""
         self.held_bytes -= size_bytes
-
-    def reserve_addresses(self, size_bytes: int) -> int:
-        """A range of addresses that no one else gets (cuMemAddressReserve)."""
-        address = self._next_address
-        self._next_address += -(-size_bytes // _ADDRESS_GRAIN_BYTES) * _ADDRESS_GRAIN_BYTES
-        return address

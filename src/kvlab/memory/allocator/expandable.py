@@ -99,9 +99,9 @@ def _map(allocator: "CachingAllocator", block: Block, size: int) -> bool:
     """Back the first ``size`` bytes of an unmapped block with whole pages (``map_block``)."""
     segment, pool = block.expandable, block.pool
     mapped = segment.page_above(block.address + size) - block.address
-    if not allocator.device.take(mapped):
-        return False
     address = block.address
+    if not allocator.device.map(address, mapped):
+        return False
     pool.remove_unmapped(block)
     block.mapped = True
     if mapped < block.size:
@@ -135,7 +135,7 @@ def release(allocator: "CachingAllocator", block: Block) -> None:
     block.address, block.size, block.mapped = begin, end - begin, False
     _merge_like(allocator, block)
     pool.put_unmapped(block)
-    allocator.device.give_back(begin, end - begin)
+    allocator.device.unmap(begin, end - begin)
     allocator.count_mapping(pool, begin - end)
     allocator.record("segment_unmap", begin, end - begin, block.stream, pool.id)
     if block.prev is None and block.next is None:
