@@ -2,6 +2,7 @@
 
 from kvlab.memory.allocator.core import CachingAllocator, InvalidPointerError
 from kvlab.memory.allocator.device import Device, GpuProcess
+from kvlab.memory.allocator.export import memory_summary
 from kvlab.memory.allocator.messages import CudaOutOfMemoryError
 from kvlab.memory.allocator.settings import AllocatorSettings, SettingError
 
@@ -13,4 +14,5 @@ __all__ = [
     "GpuProcess",
     "InvalidPointerError",
     "SettingError",
+    "memory_summary",
 ]

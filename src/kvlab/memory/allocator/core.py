@@ -1,12 +1,15 @@
 """CachingAllocator: PyTorch's CUDA caching allocator as a model that decides every address as the original does."""
 
+import pickle
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.memory.allocator import expandable
 from kvlab.memory.allocator.device import Device
+from kvlab.memory.allocator.export import export_snapshot
 from kvlab.memory.allocator.messages import CudaOutOfMemoryError
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, PENDING, Block, BlockPool, PoolId
 from kvlab.memory.allocator.settings import AllocatorSettings
@@ -16,7 +19,7 @@ from kvlab.memory.allocator.sizes import (
     round_size,
     segment_size,
 )
-from kvlab.memory.allocator.stats import DeviceStats, Stat
+from kvlab.memory.allocator.stats import DeviceStats, change
 
 UNLIMITED = (1 << 64) - 1
 """``max_split_size`` when it is not set: the largest size_t."""
@@ -128,6 +131,17 @@ class CachingAllocator:
         split = -1 if self.max_split == UNLIMITED else self.max_split
         return self.stats.as_memory_stats(split)
 
+    def snapshot(self) -> dict[str, Any]:
+        """The dictionary of ``torch.cuda.memory._snapshot``, which ``torch.cuda._memory_viz`` reads.
+
+        ``time_us`` of an action is its number, because the model has no clock.
+        """
+        return export_snapshot(self)
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write ``snapshot()`` in pickle protocol 4, the highest that the viewers read."""
+        Path(path).write_bytes(pickle.dumps(self.snapshot(), protocol=4))
+
     def reset_peak_stats(self) -> None:
         self.stats.reset_peak()
 
@@ -193,8 +207,8 @@ class CachingAllocator:
             size_change += block.size
         for stats in (self.stats.all, pool.stats):
             if block.expandable is None and size_change:
-                _change(stats.inactive_split, count)
-                _change(stats.inactive_split_bytes, size_change)
+                change(stats.inactive_split, count)
+                change(stats.inactive_split_bytes, size_change)
             stats.active.decrease(1)
             stats.active_bytes.decrease(size)
             stats.requested_bytes.decrease(block.requested)
@@ -308,10 +322,9 @@ class CachingAllocator:
     def add_segment(self, address: int, size: int, stream: int, pool: BlockPool) -> Block:
         """Take a fresh cudaMalloc into the books; returns its one free block, which is in no pool yet."""
         block = Block(address, size, stream, pool, self.next_age())
-        self.reserved_bytes += size
+        self._change_reserved(pool, size)
         for stats in (self.stats.all, pool.stats):
             stats.segment.increase(1)
-            stats.reserved_bytes.increase(size)
         if size >= self.max_split:
             self.stats.oversize_segments.increase(1)
         self.stats.num_device_alloc += 1
@@ -326,11 +339,10 @@ class CachingAllocator:
         """
         pool = blocks[0].pool
         mapped = sum(b.size for b in blocks if b.mapped)
-        self.reserved_bytes += mapped
+        self._change_reserved(pool, mapped)
         self.device.held_bytes += mapped
-        for stats in (self.stats.all, pool.stats):
-            stats.reserved_bytes.increase(mapped)
-            if segment_bytes:
+        if segment_bytes:
+            for stats in (self.stats.all, pool.stats):
                 stats.segment.increase(1)
         for block in blocks:
             if not block.mapped:
@@ -354,10 +366,9 @@ class CachingAllocator:
         if self._history is not None:
             self.record("segment_free", block.address, block.size, block.stream, pool.id)
         self.device.free(block.address, block.size)
-        self.reserved_bytes -= block.size
+        self._change_reserved(pool, -block.size)
         for stats in (self.stats.all, pool.stats):
             stats.segment.decrease(1)
-            stats.reserved_bytes.decrease(block.size)
         if block.size >= self.max_split:
             self.stats.oversize_segments.decrease(1)
         pool.remove(block)
@@ -486,13 +497,18 @@ class CachingAllocator:
 
     def count_mapping(self, pool: BlockPool, size: int) -> None:
         """Pages of an expandable segment were mapped, or with a negative size unmapped."""
-        self.reserved_bytes += size
-        for stats in (self.stats.all, pool.stats):
-            _change(stats.reserved_bytes, size)
+        self._change_reserved(pool, size)
         if size > 0:
             self.stats.num_device_alloc += 1
         else:
             self.stats.num_device_free += 1
+
+    def _change_reserved(self, pool: BlockPool, size: int) -> None:
+        self.reserved_bytes += size
+        for stats in (self.stats.all, pool.stats):
+            change(stats.reserved_bytes, size)
+        if pool.id != DEFAULT_POOL:
+            self.stats.change_private_pool(pool.id, "small_pool" if pool.is_small else "large_pool", size)
 
     def record(self, action: str, address: int, size: int, stream: int, pool_id: PoolId, frames: Any = ()) -> None:
         if self._history is not None:
@@ -525,10 +541,3 @@ class CachingAllocator:
             return self._allocated[address]
         except KeyError:
             raise InvalidPointerError(f"invalid device pointer: {address:#x}") from None
-
-
-def _change(stat: Stat, amount: int) -> None:
-    if amount > 0:
-        stat.increase(amount)
-    elif amount < 0:
-        stat.decrease(-amount)

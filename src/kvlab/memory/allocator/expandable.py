@@ -117,12 +117,12 @@ def _map(allocator: "CachingAllocator", block: Block, size: int) -> bool:
     return True
 
 
-def release(allocator: "CachingAllocator", block: Block) -> None:
-    """Unmap the whole pages inside a free block and give their memory back (``unmap_block``)."""
+def release(allocator: "CachingAllocator", block: Block) -> tuple[int, int]:
+    """Unmap the whole pages inside a free block (``unmap_block``); returns their address and size, or (0, 0)."""
     segment, pool = block.expandable, block.pool
     begin, end = segment.page_above(block.address), segment.page_below(block.address + block.size)
     if begin >= end:
-        return
+        return 0, 0
     pool.remove(block)
     if begin > block.address:
         before = _part(allocator, block, block.address, begin - block.address)
@@ -140,6 +140,7 @@ def release(allocator: "CachingAllocator", block: Block) -> None:
     allocator.record("segment_unmap", begin, end - begin, block.stream, pool.id)
     if block.prev is None and block.next is None:
         pool.remove_unmapped(block)
+    return begin, end - begin
 
 
 def _part(allocator: "CachingAllocator", whole: Block, address: int, size: int) -> Block:

@@ -5,10 +5,10 @@ from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.messages import CudaOutOfMemoryError
 from kvlab.memory.allocator.settings import AllocatorSettings
 from kvlab.memory.allocator.sizes import format_size
-from kvlab.memory.replay.compare import Recording, lowest_mapped
+from kvlab.memory.replay.compare import Recording
+from kvlab.memory.replay.held import InitialState
 from kvlab.memory.replay.restore import restore
 from kvlab.memory.replay.result import ReplayOom
-from kvlab.memory.replay.rollback import InitialState
 
 
 def run_on_card(
@@ -21,7 +21,7 @@ def run_on_card(
     """
     device = Device(total_bytes=gpu_memory_bytes)
     allocator = CachingAllocator(device, settings)
-    waiting = restore(allocator, initial, lowest_mapped(recording, initial))
+    waiting = restore(allocator, initial, recording.range_begins(initial))
     streams = {address: allocator.wait_for(block, _own_stream(address)) for address, block in waiting.items()}
     if allocator.reserved_bytes > gpu_memory_bytes:
         allocator.empty_cache()

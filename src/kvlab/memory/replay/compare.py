@@ -10,8 +10,10 @@ from kvlab.memory.allocator.core import CachingAllocator, InvalidPointerError
 from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, Block, PoolId
 from kvlab.memory.allocator.settings import AllocatorSettings
+from kvlab.memory.replay.held import InitialState
+from kvlab.memory.replay.pages import RangeKey, lowest_mapped
 from kvlab.memory.replay.restore import restore
-from kvlab.memory.replay.rollback import InconsistentTraceError, InitialState, roll_back
+from kvlab.memory.replay.rollback import InconsistentTraceError, roll_back
 from kvlab.memory.snapshot.records import ACTIVE_ALLOCATED, INACTIVE, SegmentRecord, TraceEvent
 
 _UNBOUNDED_BYTES = 1 << 60
@@ -32,6 +34,9 @@ class Recording:
     @property
     def allocated_bytes(self) -> int:
         return sum(b.size for s in self.segments for b in s.blocks if b.state == ACTIVE_ALLOCATED)
+
+    def range_begins(self, state: InitialState) -> dict[RangeKey, int]:
+        return lowest_mapped(state.segments, self.segments, self.events)
 
     def pool_ids(self) -> list[PoolId]:
         """The memory pool of every event. Older traces do not name it; there the segment tells."""
@@ -110,7 +115,7 @@ def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
     allocator = CachingAllocator(device, settings)
     try:
         state = roll_back(recording.segments, events, settings)
-        waiting = restore(allocator, state, lowest_mapped(recording, state))
+        waiting = restore(allocator, state, recording.range_begins(state))
     except InconsistentTraceError as error:
         result.disagree(str(error))
         return result
@@ -119,7 +124,7 @@ def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
     result.segment_allocs_matched = device.matched
     result.allocated_bytes = allocator.stats.all.allocated_bytes.current
     result.reserved_bytes = allocator.reserved_bytes
-    _compare_layout(recording.segments, allocator, result)
+    _compare_layout(recording.segments, [*allocator.blocks(), *waiting.values()], result)
     return result
 
 
@@ -188,43 +193,17 @@ class _Follower:
     def _unmap(self, place: int, event: TraceEvent) -> None:
         for block in self.allocator.free_blocks_at_least(event.size, event.stream):
             if block.expandable is not None and block.address <= event.address < block.address + block.size:
-                expandable.release(self.allocator, block)
-                if (block.address, block.size) != (event.address, event.size) and not block.mapped:
-                    break
-                return
+                if expandable.release(self.allocator, block) == (event.address, event.size):
+                    return
+                break
         self.result.disagree(f"event {place} unmaps pages at {event.address:#x} that are not idle in the model")
 
 
-def lowest_mapped(recording: Recording, state: InitialState) -> dict[tuple, int]:
-    """Where the range of each expandable segment begins: pages are mapped from the lowest address upwards."""
-    lowest: dict[tuple, int] = {}
-    for run in state.segments:
-        if run.is_expandable:
-            key = (run.stream, run.is_small, run.pool_id)
-            lowest[key] = min(lowest.get(key, run.address), run.address)
-    for event in recording.events:
-        if event.action == "segment_map":
-            nearest = min(
-                (key for key in lowest if key[0] == event.stream and event.address < lowest[key]),
-                key=lambda key: lowest[key] - event.address,
-                default=None,
-            )
-            if nearest is not None and lowest[nearest] - event.address < _reach(lowest, nearest, state):
-                lowest[nearest] = event.address
-    return lowest
-
-
-def _reach(lowest: dict[tuple, int], key: tuple, state: InitialState) -> int:
-    """How far below a range's lowest known page another page may still belong to it."""
-    others = [begin for other, begin in lowest.items() if other != key and begin < lowest[key]]
-    return lowest[key] - max(others, default=0)
-
-
-def _compare_layout(segments: Sequence[SegmentRecord], allocator: CachingAllocator, result: Comparison) -> None:
+def _compare_layout(segments: Sequence[SegmentRecord], blocks: list[Block], result: Comparison) -> None:
     recorded = {(b.address, b.size, b.state != INACTIVE) for s in segments for b in s.blocks}
-    model = {(b.address, b.size, b.state != FREE) for b in allocator.blocks() if b.mapped}
+    model = {(b.address, b.size, b.state != FREE) for b in blocks if b.mapped}
     if recorded != model:
         result.disagree(f"the final layout differs in {len(recorded ^ model)} blocks")
-    in_use = {b.address for b in allocator.blocks() if b.state == ALLOCATED}
+    in_use = {b.address for b in blocks if b.state == ALLOCATED}
     if in_use != {b.address for s in segments for b in s.blocks if b.state == ACTIVE_ALLOCATED}:
         result.disagree("other blocks are allocated at the end")

@@ -1,26 +1,29 @@
 """Put a model allocator into the state a recording begins with."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from kvlab.memory.allocator.core import CachingAllocator
 from kvlab.memory.allocator.expandable import ExpandableSegment
 from kvlab.memory.allocator.pool import ALLOCATED, PENDING, Block, BlockPool
 from kvlab.memory.allocator.sizes import SMALL_SEGMENT_BYTES
-from kvlab.memory.replay.rollback import HeldBlock, HeldSegment, InconsistentTraceError, InitialState
+from kvlab.memory.replay.held import HeldBlock, HeldSegment, InitialState
+from kvlab.memory.replay.pages import RangeKey
+from kvlab.memory.replay.rollback import InconsistentTraceError
 
 _RANGE_BYTES = 1 << 44
 
 
-def restore(allocator: CachingAllocator, state: InitialState, first_mapped: dict[tuple, int]) -> dict[int, Block]:
+def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict[RangeKey, int]) -> dict[int, Block]:
     """Fill an empty allocator with ``state``; returns the blocks that wait for their free to complete.
 
-    ``first_mapped`` gives, for each (stream, small or not, pool) with expandable segments, the lowest address
+    ``range_begins`` gives, for each (stream, small or not, pool) with expandable segments, the lowest address
     that was ever mapped: there its range begins.
     """
     pending: dict[int, Block] = {}
     addresses = sorted(state.blocks)
     place = 0
-    chains: dict[tuple, list[Block]] = {}
+    chains: dict[RangeKey, list[Block]] = {}
     for segment in state.segments:
         pool = allocator.pool_for(is_small=segment.is_small, pool_id=segment.pool_id)
         end = segment.address + segment.size
@@ -30,12 +33,12 @@ def restore(allocator: CachingAllocator, state: InitialState, first_mapped: dict
             place += 1
         blocks = _cut(allocator, segment, pool, held)
         if segment.is_expandable:
-            chains.setdefault((segment.stream, segment.is_small, segment.pool_id), []).extend(blocks)
+            chains.setdefault(segment.range_key, []).extend(blocks)
         else:
             _link(blocks)
             allocator.adopt_segment(blocks, segment.size, pending)
     for key, blocks in chains.items():
-        _restore_range(allocator, blocks, first_mapped[key], pending)
+        _restore_range(allocator, blocks, range_begins[key], pending)
     return pending
 
 
@@ -65,7 +68,7 @@ def _cut(
 
 
 def _link(blocks: list[Block]) -> None:
-    for before, after in zip(blocks, blocks[1:], strict=False):
+    for before, after in pairwise(blocks):
         before.next, after.prev = after, before
 
 

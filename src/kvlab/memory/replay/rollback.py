@@ -2,50 +2,24 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kvlab.errors import KvlabError
 from kvlab.memory.allocator.settings import AllocatorSettings
 from kvlab.memory.allocator.sizes import SMALL_REQUEST_BYTES, SMALL_SEGMENT_BYTES, round_size
+from kvlab.memory.replay.held import HeldBlock, HeldSegment, InitialState
+from kvlab.memory.replay.pages import MappedPages, SizeClasses
 from kvlab.memory.snapshot.records import ACTIVE_PENDING_FREE, INACTIVE, SegmentRecord, TraceEvent
+
+
+_NO_MAX_SPLIT = 1 << 64
 
 
 class InconsistentTraceError(KvlabError):
     """The trace does not lead to the state it was saved with, so nothing can be concluded from it."""
 
 
-@dataclass(slots=True)
-class HeldBlock:
-    """A block in use before the first event. ``size_known`` is False if only its request was recorded."""
-
-    size: int
-    requested: int
-    pending: bool
-    size_known: bool = True
-
-
-@dataclass(slots=True)
-class HeldSegment:
-    """A segment, or a run of mapped pages, that existed before the first event."""
-
-    address: int
-    size: int
-    stream: int
-    is_small: bool
-    pool_id: tuple[int, int]
-    is_expandable: bool
-
-
-@dataclass
-class InitialState:
-    """Everything the allocator held before the first event; what no block covers was free."""
-
-    segments: list[HeldSegment] = field(default_factory=list)
-    blocks: dict[int, HeldBlock] = field(default_factory=dict)
-
-
 def roll_back(
-    segments: Iterable[SegmentRecord], events: Sequence[TraceEvent], settings: AllocatorSettings
+    segments: Sequence[SegmentRecord], events: Sequence[TraceEvent], settings: AllocatorSettings
 ) -> InitialState:
     """The state from which ``events`` lead to ``segments``.
 
@@ -55,7 +29,8 @@ def roll_back(
     state = _final_state(segments)
     blocks = state.blocks
     held = {s.address: s for s in state.segments if not s.is_expandable}
-    pages = _Pages(s for s in state.segments if s.is_expandable)
+    pages = MappedPages(s for s in state.segments if s.is_expandable)
+    classes: SizeClasses | None = None
     for place in range(len(events) - 1, -1, -1):
         event = events[place]
         action, address, size = event.action, event.address, event.size
@@ -85,7 +60,8 @@ def roll_back(
             if not pages.remove(address, size):
                 raise _contradiction(place, event, "but these pages were not mapped afterwards")
         elif action == "segment_unmap":
-            pages.add(address, size, event, events, place)
+            classes = classes or SizeClasses(segments, events)
+            pages.add(address, size, classes.key(event))
     state.segments = sorted((*held.values(), *pages.runs()), key=lambda s: s.address)
     _settle_sizes(state, events, settings)
     return state
@@ -110,60 +86,6 @@ def _contradiction(place: int, event: TraceEvent, why: str) -> InconsistentTrace
     )
 
 
-class _Pages:
-    """Runs of mapped pages of expandable segments, in order of address."""
-
-    def __init__(self, runs: Iterable[HeldSegment]) -> None:
-        self._runs = sorted(runs, key=lambda r: r.address)
-
-    def runs(self) -> list[HeldSegment]:
-        return self._runs
-
-    def remove(self, address: int, size: int) -> bool:
-        place = bisect_right(self._runs, address, key=lambda r: r.address) - 1
-        if place < 0:
-            return False
-        run = self._runs[place]
-        end, run_end = address + size, run.address + run.size
-        if end > run_end:
-            return False
-        parts = []
-        for begin, stop in ((run.address, address), (end, run_end)):
-            if stop > begin:
-                parts.append(
-                    HeldSegment(begin, stop - begin, run.stream, run.is_small, run.pool_id, is_expandable=True)
-                )
-        self._runs[place : place + 1] = parts
-        return True
-
-    def add(
-        self, address: int, size: int, event: TraceEvent, events: Sequence[TraceEvent], place: int
-    ) -> None:
-        is_small = self._pool_of(address, size, event, events, place)
-        run = HeldSegment(address, size, event.stream, is_small, event.pool_id or (0, 0), is_expandable=True)
-        at = bisect_left(self._runs, address, key=lambda r: r.address)
-        self._runs.insert(at, run)
-        for left in (at, at - 1):
-            if 0 <= left < len(self._runs) - 1:
-                a, b = self._runs[left], self._runs[left + 1]
-                if a.address + a.size == b.address and (a.stream, a.is_small) == (b.stream, b.is_small):
-                    a.size += b.size
-                    del self._runs[left + 1]
-
-    def _pool_of(
-        self, address: int, size: int, event: TraceEvent, events: Sequence[TraceEvent], place: int
-    ) -> bool:
-        """Whether unmapped pages were the small pool's: what lay in them before says so, or the next run."""
-        for earlier in range(place - 1, -1, -1):
-            past = events[earlier]
-            if past.action == "alloc" and address <= past.address < address + size:
-                return past.size <= SMALL_REQUEST_BYTES
-        same_stream = [r for r in self._runs if r.stream == event.stream]
-        if same_stream:
-            return min(same_stream, key=lambda r: abs(r.address - address)).is_small
-        return size % (10 * SMALL_SEGMENT_BYTES) != 0
-
-
 def _settle_sizes(state: InitialState, events: Sequence[TraceEvent], settings: AllocatorSettings) -> None:
     """Find the rest of up to 1 MiB that a block of the large pool may have absorbed when it was allocated.
 
@@ -183,7 +105,9 @@ def _settle_sizes(state: InitialState, events: Sequence[TraceEvent], settings: A
                 continue
             stop = addresses[place + 1] if place + 1 < last else end
             gap = stop - addresses[place] - block.size
-            if 0 < gap <= SMALL_REQUEST_BYTES:
+            oversize = block.size >= (settings.max_split_size_bytes or _NO_MAX_SPLIT)
+            most = settings.max_non_split_rounding_bytes if oversize else SMALL_REQUEST_BYTES
+            if 0 < gap <= most:
                 block.size += gap
             elif gap > 0:
                 open_ends[addresses[place] + block.size] = addresses[place]

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 
+
 class PlainPickleError(KvlabError, ValueError):
     """The bytes are no pickle, a damaged one, one that asks for more than plain data, or too large."""
 

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,15 @@ _STATES = {
     INACTIVE: INACTIVE,
 }
 _ACTIONS = frozenset(
-    "alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap snapshot oom".split()
+    (
+        *("alloc", "free_requested", "free_completed", "snapshot", "oom"),
+        *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
+    )
 )
 _ADDRESS_END = 1 << 64
+_MAX_DEVICES = 1024
+_MAX_DEPTH = 32
+_new_event = tuple.__new__  # a quarter of the time of TraceEvent(...), and a trace has millions
 _MAX_FRAME_DEPTH = 4096
 
 
@@ -124,17 +131,22 @@ class _Parser:
             raw = {"segments": raw}
         if not isinstance(raw, dict) or "segments" not in raw:
             raise SnapshotError("this is no snapshot: it has no list of segments")
+        for key, value in raw.items():
+            if key not in ("segments", "device_traces"):
+                _require_shallow(value)
         segments = [self._segment(s) for s in self._list(raw["segments"], "segments")]
         segments.sort(key=lambda s: s.address)
-        for before, after in zip(segments, segments[1:], strict=False):
+        for before, after in pairwise(segments):
             if before.address + before.total_size > after.address:
                 raise SnapshotError(f"segments overlap at {after.address:#x}")
         settings = raw.get("allocator_settings")
+        traces = self._list(raw.get("device_traces") or [], "device_traces")
+        if len(traces) > _MAX_DEVICES:
+            raise SnapshotError(f"it has traces of {len(traces):,} devices")
         return Snapshot(
             segments=tuple(segments),
-            traces=tuple(self._trace(t) for t in self._list(raw.get("device_traces") or [], "device_traces")),
+            traces=tuple(map(self._trace, traces)),
             settings=settings if isinstance(settings, dict) else None,
-            annotations=tuple(self._list(raw.get("external_annotations") or [], "external_annotations")),
         )
 
     def _segment(self, raw: Any) -> SegmentRecord:
@@ -143,8 +155,8 @@ class _Parser:
             raise SnapshotError("this is no snapshot: a segment is not a dictionary")
         address, total = _natural(raw, "address"), _natural(raw, "total_size")
         kind = raw.get("segment_type")
-        if kind not in ("small", "large"):
-            raise SnapshotError(f"a segment is neither small nor large but {str(kind)[:40]!r}")
+        if not isinstance(kind, str) or kind not in ("small", "large"):
+            raise SnapshotError(f"a segment is neither small nor large but {_brief(kind)}")
         blocks, at = [], address
         for raw_block in self._list(raw.get("blocks"), "blocks"):
             block = self._block(raw_block, at)
@@ -160,7 +172,7 @@ class _Parser:
             stream=_natural(raw, "stream", 0),
             is_small=kind == "small",
             blocks=tuple(blocks),
-            device=_natural(raw, "device", 0),
+            device=_natural(raw, "device", 0, end=_MAX_DEVICES),
             pool_id=self._pool_id(raw.get("segment_pool_id")) or (0, 0),
             is_expandable=raw.get("is_expandable") is True,
         )
@@ -171,11 +183,12 @@ class _Parser:
         if not isinstance(raw, dict):
             raise SnapshotError("a block is not a dictionary")
         size = _natural(raw, "size")
-        if _natural(raw, "address", expected_address) != expected_address:
-            raise SnapshotError(f"a block lies at {raw['address']:#x} where {expected_address:#x} is due")
+        address = _natural(raw, "address", expected_address)
+        if address != expected_address:
+            raise SnapshotError(f"a block lies at {address:#x} where {expected_address:#x} is due")
         state = _STATES.get(raw.get("state")) if isinstance(raw.get("state"), str) else None
         if state is None:
-            raise SnapshotError(f"a block has the unknown state {str(raw.get('state'))[:40]!r}")
+            raise SnapshotError(f"a block has the unknown state {_brief(raw.get('state'))}")
         history = raw.get("history")
         if isinstance(history, list) and history and isinstance(history[0], dict):
             frames, requested = history[0].get("frames"), _natural(history[0], "real_size", size)
@@ -195,20 +208,30 @@ class _Parser:
         action, size, stream, address = get("action"), get("size"), get("stream", 0), get("addr")
         if address is None:
             address = get("device_free", 0)
-        if action not in _ACTIONS:
-            raise SnapshotError(f"a trace entry has the unknown action {str(action)[:40]!r}")
-        for number in (size, stream, address):
-            if type(number) is not int or not 0 <= number < _ADDRESS_END:
-                raise SnapshotError(f"a trace entry ({action}) holds {str(number)[:40]!r} where a size is due")
-        time_us, frames = get("time_us"), get("frames")
-        return TraceEvent(
-            action,
-            address,
-            size,
-            stream,
-            self._pool_id(get("pool_id")),
-            time_us if type(time_us) is int else None,
-            self._frames(frames) if frames else (),
+        if type(action) is not str or action not in _ACTIONS:
+            raise SnapshotError(f"a trace entry has the unknown action {_brief(action)}")
+        if not (
+            type(size) is type(stream) is type(address) is int
+            and 0 <= size < _ADDRESS_END
+            and 0 <= stream < _ADDRESS_END
+            and 0 <= address < _ADDRESS_END
+        ):
+            raise SnapshotError(
+                f"a trace entry ({action}) should hold numbers of bytes, not size {_brief(size)}, address"
+                f" {_brief(address)}, stream {_brief(stream)}"
+            )
+        time_us, frames, pool_id = get("time_us"), get("frames"), get("pool_id")
+        return _new_event(
+            TraceEvent,
+            (
+                action,
+                address,
+                size,
+                stream,
+                None if pool_id is None else self._pool_id(pool_id),
+                time_us if type(time_us) is int else None,
+                self._frames(frames) if frames else (),
+            ),
         )
 
     def _frames(self, raw: Any) -> Any:
@@ -234,7 +257,7 @@ class _Parser:
             or len(raw) != 2
             or not all(type(n) is int and 0 <= n < _ADDRESS_END for n in raw)
         ):
-            raise SnapshotError(f"{str(raw)[:40]!r} is no memory pool id")
+            raise SnapshotError(f"{_brief(raw)} is no memory pool id")
         return (raw[0], raw[1])
 
     def _list(self, raw: Any, what: str) -> Iterable[Any]:
@@ -248,9 +271,33 @@ class _Parser:
             raise SnapshotError(f"it holds more than {self._max_items:,} segments, blocks and events")
 
 
-def _natural(raw: dict, key: str, default: int | None = None) -> int:
-    """A non-negative integer below 2^64."""
+def _natural(raw: dict, key: str, default: int | None = None, end: int = _ADDRESS_END) -> int:
+    """A whole number from 0 to below ``end``."""
     number = raw.get(key, default)
-    if type(number) is not int or not 0 <= number < _ADDRESS_END:
-        raise SnapshotError(f"{key} should be a whole number, not {str(number)[:40]!r}")
+    if type(number) is not int or not 0 <= number < end:
+        raise SnapshotError(f"{key} should be a whole number below {end:,}, not {_brief(number)}")
     return number
+
+
+def _require_shallow(value: Any) -> None:
+    """Refuse a part that is not read here but nested to death; shared parts are looked at once a level."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = {id(v): v for outer in level for v in _contents(outer)}
+        level = [v for v in inner.values() if isinstance(v, dict | list | tuple)]
+        if not level:
+            return
+    raise SnapshotError(f"it is nested more than {_MAX_DEPTH} deep")
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _brief(value: Any) -> str:
+    """A value for a message; a container by its type, because it may be nested without end."""
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"

@@ -1,6 +1,6 @@
 """What a snapshot holds, in one form for all of its generations."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ACTIVE_ALLOCATED = "active_allocated"
@@ -62,7 +62,6 @@ class Snapshot:
     segments: tuple[SegmentRecord, ...]
     traces: tuple[tuple[TraceEvent, ...], ...] = ()
     settings: dict[str, Any] | None = None
-    annotations: tuple[Any, ...] = field(default=())
 
 
 def readable_frames(raw: Any) -> Frames:
