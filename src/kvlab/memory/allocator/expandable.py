@@ -112,7 +112,8 @@ def _map(allocator: "CachingAllocator", block: Block, size: int) -> bool:
         block.size = mapped
     _merge_like(allocator, block)
     pool.put(block)
-    allocator.count_mapping(pool, mapped)
+    allocator.change_reserved(pool, mapped)
+    allocator.stats.num_device_alloc += 1
     allocator.record("segment_map", address, mapped, block.stream, pool.id)
     return True
 
@@ -136,7 +137,8 @@ def release(allocator: "CachingAllocator", block: Block) -> tuple[int, int]:
     _merge_like(allocator, block)
     pool.put_unmapped(block)
     allocator.device.unmap(begin, end - begin)
-    allocator.count_mapping(pool, begin - end)
+    allocator.change_reserved(pool, begin - end)
+    allocator.stats.num_device_free += 1
     allocator.record("segment_unmap", begin, end - begin, block.stream, pool.id)
     if block.prev is None and block.next is None:
         pool.remove_unmapped(block)

@@ -56,7 +56,9 @@ class AllocatorSettings:
         while rest:
             match = _SETTING.match(rest)
             if match is None:
-                raise SettingError(f"cannot read the allocator setting at {rest[:60]!r}; write name:value,name:value")
+                raise SettingError(
+                    f"cannot read the allocator setting at {rest[:60]!r}; write name:value,name:value"
+                )
             name, value = match.group(1), match.group(2).strip()
             if name in _READERS:
                 field, read = _READERS[name]

@@ -3,6 +3,7 @@
 from kvlab.memory.allocator.core import CachingAllocator
 from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.messages import CudaOutOfMemoryError
+from kvlab.memory.allocator.pool import Block
 from kvlab.memory.allocator.settings import AllocatorSettings
 from kvlab.memory.allocator.sizes import format_size
 from kvlab.memory.replay.compare import Recording
@@ -22,15 +23,16 @@ def run_on_card(
     device = Device(total_bytes=gpu_memory_bytes)
     allocator = CachingAllocator(device, settings)
     waiting = restore(allocator, initial, recording.range_begins(initial))
-    streams = {address: allocator.wait_for(block, _own_stream(address)) for address, block in waiting.items()}
+    for address, block in waiting.items():
+        _wait(allocator, address, block)
     if allocator.reserved_bytes > gpu_memory_bytes:
         allocator.empty_cache()
     if allocator.reserved_bytes > gpu_memory_bytes:
         return _dead_on_arrival(allocator.reserved_bytes, gpu_memory_bytes)
-    return _run(recording, allocator, streams)
+    return _run(recording, allocator)
 
 
-def _run(recording: Recording, allocator: CachingAllocator, streams: dict[int, int]) -> ReplayOom | None:
+def _run(recording: Recording, allocator: CachingAllocator) -> ReplayOom | None:
     live: dict[int, int] = {}
     events, pool_ids = recording.events, recording.pool_ids()
     for place, event in enumerate(events):
@@ -42,14 +44,19 @@ def _run(recording: Recording, allocator: CachingAllocator, streams: dict[int, i
                 return ReplayOom(event=place, tried_bytes=error.tried_bytes, message=str(error))
         elif action == "free_requested":
             block = allocator.free_request(live.pop(address, address))
-            streams[address] = allocator.wait_for(block, _own_stream(address))
+            _wait(allocator, address, block)
         elif action == "free_completed":
-            allocator.finish(streams.pop(address))
+            allocator.finish(_own_stream(address))
         elif action in ("segment_free", "segment_unmap") and (
             place + 1 == len(events) or events[place + 1].action != action
         ):
             allocator.empty_cache()
     return None
+
+
+def _wait(allocator: CachingAllocator, address: int, block: Block) -> None:
+    block.stream_uses = {_own_stream(address)}
+    allocator.pending.wait(block)
 
 
 def _own_stream(address: int) -> int:

@@ -9,6 +9,7 @@ from kvlab.memory.allocator import expandable
 from kvlab.memory.allocator.core import CachingAllocator, InvalidPointerError
 from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, Block, PoolId
+from kvlab.memory.allocator.reclaim import release_segment
 from kvlab.memory.allocator.settings import AllocatorSettings
 from kvlab.memory.replay.held import InitialState
 from kvlab.memory.replay.pages import RangeKey, lowest_mapped
@@ -186,9 +187,11 @@ class _Follower:
     def _release(self, place: int, event: TraceEvent) -> None:
         for block in self.allocator.free_blocks_at_least(event.size, event.stream):
             if block.address == event.address and block.size == event.size and not block.is_split:
-                self.allocator.release_segment(block)
+                release_segment(self.allocator, block)
                 return
-        self.result.disagree(f"event {place} frees a segment at {event.address:#x} that is not idle in the model")
+        self.result.disagree(
+            f"event {place} frees a segment at {event.address:#x} that is not idle in the model"
+        )
 
     def _unmap(self, place: int, event: TraceEvent) -> None:
         for block in self.allocator.free_blocks_at_least(event.size, event.stream):
@@ -196,7 +199,9 @@ class _Follower:
                 if expandable.release(self.allocator, block) == (event.address, event.size):
                     return
                 break
-        self.result.disagree(f"event {place} unmaps pages at {event.address:#x} that are not idle in the model")
+        self.result.disagree(
+            f"event {place} unmaps pages at {event.address:#x} that are not idle in the model"
+        )
 
 
 def _compare_layout(segments: Sequence[SegmentRecord], blocks: list[Block], result: Comparison) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from kvlab.memory.allocator.core import CachingAllocator
 from kvlab.memory.allocator.expandable import ExpandableSegment
-from kvlab.memory.allocator.pool import ALLOCATED, PENDING, Block, BlockPool
+from kvlab.memory.allocator.pool import ALLOCATED, Block, BlockPool
 from kvlab.memory.allocator.sizes import SMALL_SEGMENT_BYTES
 from kvlab.memory.replay.held import HeldBlock, HeldSegment, InitialState
 from kvlab.memory.replay.pages import RangeKey
@@ -14,18 +14,19 @@ from kvlab.memory.replay.rollback import InconsistentTraceError
 _RANGE_BYTES = 1 << 44
 
 
-def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict[RangeKey, int]) -> dict[int, Block]:
+def restore(
+    allocator: CachingAllocator, state: InitialState, range_begins: dict[RangeKey, int]
+) -> dict[int, Block]:
     """Fill an empty allocator with ``state``; returns the blocks that wait for their free to complete.
 
-    ``range_begins`` gives, for each (stream, small or not, pool) with expandable segments, the lowest address
-    that was ever mapped: there its range begins.
+    ``range_begins`` says where the range of each expandable segment begins. Its end no recording shows, so it
+    is taken to be far away. Raises InconsistentTraceError if blocks overlap.
     """
-    pending: dict[int, Block] = {}
     addresses = sorted(state.blocks)
     place = 0
     chains: dict[RangeKey, list[Block]] = {}
     for segment in state.segments:
-        pool = allocator.pool_for(is_small=segment.is_small, pool_id=segment.pool_id)
+        pool = allocator.pools_of(segment.pool_id)[0 if segment.is_small else 1]
         end = segment.address + segment.size
         held = []
         while place < len(addresses) and addresses[place] < end:
@@ -36,10 +37,10 @@ def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict
             chains.setdefault(segment.range_key, []).extend(blocks)
         else:
             _link(blocks)
-            allocator.adopt_segment(blocks, segment.size, pending)
+            allocator.adopt(blocks, is_segment=True)
     for key, blocks in chains.items():
-        _restore_range(allocator, blocks, range_begins[key], pending)
-    return pending
+        _restore_range(allocator, blocks, range_begins[key])
+    return {at: allocator.free_request(at) for at in addresses if state.blocks[at].pending}
 
 
 def _cut(
@@ -60,7 +61,7 @@ def _cut(
             add(at, address - at)
         block = add(address, record.size)
         block.requested = record.requested
-        block.state = PENDING if record.pending else ALLOCATED
+        block.state = ALLOCATED
         at = address + record.size
     if at < segment.address + segment.size:
         add(at, segment.address + segment.size - at)
@@ -72,7 +73,7 @@ def _link(blocks: list[Block]) -> None:
         before.next, after.prev = after, before
 
 
-def _restore_range(allocator: CachingAllocator, blocks: list[Block], begin: int, pending: dict[int, Block]) -> None:
+def _restore_range(allocator: CachingAllocator, blocks: list[Block], begin: int) -> None:
     """One expandable segment: the mapped blocks, and an unmapped one in every gap and behind the last."""
     first = blocks[0]
     page = SMALL_SEGMENT_BYTES if first.pool.is_small else allocator.settings.large_segment_bytes
@@ -94,4 +95,4 @@ def _restore_range(allocator: CachingAllocator, blocks: list[Block], begin: int,
     for block in chain:
         block.expandable = segment
     _link(chain)
-    allocator.adopt_segment(chain, 0, pending)
+    allocator.adopt(chain, is_segment=False)

@@ -10,7 +10,6 @@ from kvlab.memory.replay.held import HeldBlock, HeldSegment, InitialState
 from kvlab.memory.replay.pages import MappedPages, SizeClasses
 from kvlab.memory.snapshot.records import ACTIVE_PENDING_FREE, INACTIVE, SegmentRecord, TraceEvent
 
-
 _NO_MAX_SPLIT = 1 << 64
 
 
