@@ -28,10 +28,10 @@ class InvalidPointerError(KvlabError, ValueError):
 class CachingAllocator:
     """The caching allocator of one device (``c10/cuda/CUDACachingAllocator.cpp``).
 
-    ``device`` answers for the memory below; ``settings`` are those of ``PYTORCH_CUDA_ALLOC_CONF``. Sizes and
-    addresses are bytes, a stream is any integer, 0 the default one. The last ``max_history`` actions (None: all)
-    are kept for ``snapshot()``. CUDA graphs are not modelled: what a private pool (``pool_id`` other than (0, 0))
-    got, it keeps.
+    ``device`` answers for the memory below; ``settings`` are those of ``PYTORCH_CUDA_ALLOC_CONF``. Sizes
+    and addresses are bytes, a stream is any integer, 0 the default one. The last ``max_history`` actions
+    (None: all) are kept for ``snapshot()``. CUDA graphs are not modelled: what a private pool (``pool_id``
+    other than (0, 0)) got, it keeps.
     """
 
     def __init__(
@@ -343,7 +343,8 @@ class CachingAllocator:
     # Bookkeeping
 
     def adopt(self, blocks: list[Block], *, is_segment: bool) -> None:
-        """Take over linked blocks that exist already: a whole segment, or a run of pages of an expandable one."""
+        """Take over linked blocks that exist already: a whole segment, or a run of pages of an expandable
+        one."""
         pool = blocks[0].pool
         mapped = sum(b.size for b in blocks if b.mapped)
         self.change_reserved(pool, mapped)

@@ -1,4 +1,5 @@
-"""The card under the allocator: how many bytes it has, who else holds some, and where cudaMalloc puts a segment."""
+"""The card under the allocator: how many bytes it has, who else holds some, and where cudaMalloc puts a
+segment."""
 
 from dataclasses import dataclass, field
 
@@ -16,10 +17,11 @@ class GpuProcess:
 
 @dataclass
 class Device:
-    """A card with ``total_bytes``, of which ``other_bytes`` belong to contexts, libraries and other processes.
+    """A card with ``total_bytes``, of which ``other_bytes`` belong to contexts, libraries and other
+    processes.
 
-    Addresses are handed out upwards and never twice, so that a trace names a segment without doubt; a driver
-    does reuse them. ``processes`` is what an out-of-memory message lists where NVML can be read.
+    Addresses are handed out upwards and never twice, so that a trace names a segment without doubt; a
+    driver does reuse them. ``processes`` is what an out-of-memory message lists where NVML can be read.
     """
 
     total_bytes: int
@@ -52,7 +54,8 @@ class Device:
         return address
 
     def map(self, address: int, size_bytes: int) -> bool:
-        """Put pages of memory behind a reserved range (cuMemCreate, cuMemMap); False when there are too few."""
+        """Put pages of memory behind a reserved range (cuMemCreate, cuMemMap); False when there are too
+        few."""
         if size_bytes > self.free_bytes:
             return False
         self.held_bytes += size_bytes

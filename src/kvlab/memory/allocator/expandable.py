@@ -1,4 +1,5 @@
-"""Expandable segments: one range of addresses for each pool and stream, filled with pages as they are needed."""
+"""Expandable segments: one range of addresses for each pool and stream, filled with pages as they are
+needed."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpandableSegment:
-    """A reserved range of addresses, mapped page by page (2 MiB in the small pool, 20 MiB in the large one)."""
+    """A reserved range of addresses, mapped page by page (2 MiB in the small pool, 20 MiB in the large
+    one)."""
 
     address: int
     size: int
@@ -26,10 +28,12 @@ class ExpandableSegment:
 
 
 def best_place(free: list, place: int, *, expandable_on: bool) -> int | None:
-    """Which free block best fit takes once it has met a block of an expandable segment (``get_free_block``).
+    """Which free block best fit takes once it has met a block of an expandable segment
+    (``get_free_block``).
 
-    A block at the mapped end of its segment counts as large as it can still grow, so a larger block that cannot
-    grow is taken before it. With expandable segments switched off meanwhile, their blocks are passed over.
+    A block at the mapped end of its segment counts as large as it can still grow, so a larger block that
+    cannot grow is taken before it. With expandable segments switched off meanwhile, their blocks are passed
+    over.
     """
     if not expandable_on:
         while place < len(free) and free[place][3].expandable is not None:
@@ -50,7 +54,8 @@ def _reach(block: Block) -> int:
 
 
 def allocate(allocator: "CachingAllocator", pool: BlockPool, size: int, stream: int) -> Block | None:
-    """Map pages until a free block holds ``size``, at the lowest address that has room; None when out of memory.
+    """Map pages until a free block holds ``size``, at the lowest address that has room; None when out of
+    memory.
 
     Pages mapped before the card ran out stay in the pool, as in ``try_allocate_expandable_block``.
     """
@@ -119,7 +124,8 @@ def _map(allocator: "CachingAllocator", block: Block, size: int) -> bool:
 
 
 def release(allocator: "CachingAllocator", block: Block) -> tuple[int, int]:
-    """Unmap the whole pages inside a free block (``unmap_block``); returns their address and size, or (0, 0)."""
+    """Unmap the whole pages inside a free block (``unmap_block``); returns their address and size, or (0,
+    0)."""
     segment, pool = block.expandable, block.pool
     begin, end = segment.page_above(block.address), segment.page_below(block.address + block.size)
     if begin >= end:

@@ -12,7 +12,8 @@ _STATE_NAMES = {ALLOCATED: "active_allocated", PENDING: "active_pending_free", F
 
 
 def memory_summary(allocator: "CachingAllocator", *, abbreviated: bool = False) -> str:
-    """The table of ``torch.cuda.memory_summary``, printed by PyTorch's own function from the model's counters."""
+    """The table of ``torch.cuda.memory_summary``, printed by PyTorch's own function from the model's
+    counters."""
     from torch.cuda import memory
 
     original = memory.memory_summary

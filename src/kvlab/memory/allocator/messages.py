@@ -17,7 +17,8 @@ _ADVICE = (
 class CudaOutOfMemoryError(KvlabError):
     """What ``torch.OutOfMemoryError`` would say on the modelled card, with its numbers in bytes.
 
-    ``tried_bytes`` is the segment that cudaMalloc was asked for, ``block_bytes`` the rounded request behind it.
+    ``tried_bytes`` is the segment that cudaMalloc was asked for, ``block_bytes`` the rounded request behind
+    it.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class CudaOutOfMemoryError(KvlabError):
         )
         unallocated = reserved_bytes - allocated_bytes - private_pool_bytes
         super().__init__(
-            f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}. GPU {device} has a total capacity"
-            f" of {format_size(total_bytes)} of which {format_size(free_bytes)} is free."
+            f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}. GPU {device} has a total"
+            f" capacity of {format_size(total_bytes)} of which {format_size(free_bytes)} is free."
             f" {_in_use(processes)}{allowed}Of the allocated memory"
-            f" {format_size(allocated_bytes + private_pool_bytes)} is allocated by PyTorch, {in_private_pools}and"
-            f" {format_size(unallocated)} is reserved by PyTorch but unallocated.{_ADVICE}"
+            f" {format_size(allocated_bytes + private_pool_bytes)} is allocated by PyTorch, {in_private_pools}"
+            f"and {format_size(unallocated)} is reserved by PyTorch but unallocated.{_ADVICE}"
         )
 
 

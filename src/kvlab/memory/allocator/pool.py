@@ -1,4 +1,4 @@
-"""Blocks of device memory, and the pool that keeps the free ones in the order in which best fit takes them."""
+"""Blocks of device memory, and the pool that keeps free ones in the order in which best fit takes them."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ FREE, ALLOCATED, PENDING = range(3)
 class Block:
     """A piece of a segment, linked to the pieces before and after it.
 
-    ``age`` takes part in breaking ties of best fit (see ``TieBreak``). ``expandable`` is the expandable segment
-    the block lies in, else None; only there can a block be unmapped (addresses without memory).
+    ``age`` takes part in breaking ties of best fit (see ``TieBreak``). ``expandable`` is the expandable
+    segment the block lies in, else None; only there can a block be unmapped (addresses without memory).
     """
 
     __slots__ = (

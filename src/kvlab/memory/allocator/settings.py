@@ -9,9 +9,10 @@ from kvlab.errors import KvlabError
 from kvlab.memory.allocator.sizes import LARGE_SEGMENT_BYTES, MIB, OWN_SEGMENT_BYTES
 
 TieBreak = Literal["address", "block_age", "segment_age"]
-"""Which of two equally large free blocks is taken: the lower address (torch 2.0 to 2.11), the block split off
-first (2.12), or the one in the older segment, then the lower address (2.13 and newer). Read from the comparators
-in ``libc10_cuda.so`` of the three releases; pull requests 178362 and 183591 of PyTorch made the changes."""
+"""Which of two equally large free blocks is taken: the lower address (torch 2.0 to 2.11), the block split
+off first (2.12), or the one in the older segment, then the lower address (2.13 and newer). Read from the
+comparators in ``libc10_cuda.so`` of the three releases; pull requests 178362 and 183591 of PyTorch made the
+changes."""
 
 _DIVISION_INTERVALS = 16
 _FIRST_INTERVAL_LOG2 = 20
@@ -27,8 +28,9 @@ class SettingError(KvlabError, ValueError):
 class AllocatorSettings:
     """One configuration of the caching allocator; the defaults are PyTorch's.
 
-    Sizes are bytes. ``max_split_size_bytes`` and ``max_non_split_rounding_bytes`` follow ``AllocatorConfig.h``;
-    ``roundup_power2_divisions`` holds one number for each power of two from 1 MiB to 32 GiB and beyond.
+    Sizes are bytes. ``max_split_size_bytes`` and ``max_non_split_rounding_bytes`` follow
+    ``AllocatorConfig.h``; ``roundup_power2_divisions`` holds one number for each power of two from 1 MiB to
+    32 GiB and beyond.
     """
 
     max_split_size_bytes: int | None = None

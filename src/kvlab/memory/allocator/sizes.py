@@ -18,7 +18,8 @@ SEGMENT_GRAIN_BYTES = 2 * MIB
 def round_size(requested_bytes: int, divisions: int = 0) -> int:
     """The block size a request needs (``round_size``): a multiple of 512 B, or a part of a power of two.
 
-    ``divisions`` is the number of steps between two powers of two (``roundup_power2_divisions``); 0 or 1 is off.
+    ``divisions`` is the number of steps between two powers of two (``roundup_power2_divisions``); 0 or 1 is
+    off.
     """
     if requested_bytes < MIN_BLOCK_BYTES:
         return MIN_BLOCK_BYTES

@@ -14,7 +14,8 @@ _COUNTERS = (
 
 
 class Stat:
-    """One counter: its value now, its highest value, and all it ever gained (``c10::CachingAllocator::Stat``)."""
+    """One counter: its value now, its highest value, and all it ever gained
+    (``c10::CachingAllocator::Stat``)."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 

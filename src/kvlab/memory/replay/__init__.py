@@ -1,4 +1,5 @@
-"""Replay a recorded run on the model: does it decide as the GPU did, and would another card have held the run?"""
+"""Replay a recorded run on the model: does it decide as the GPU did, and would another card have held the
+run?"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ _ORDERS: tuple[TieBreak, ...] = ("address", "segment_age", "block_age")
 def replay(source: str | Path | bytes | Snapshot, gpu_memory_bytes: int | None = None) -> ReplayResult:
     """Replay a snapshot's trace from its first event and compare.
 
-    Requests, frees and the addresses that cudaMalloc returned come from the recording; every address of a block,
-    and when and how large a cudaMalloc is needed, is the model's own decision. With ``gpu_memory_bytes`` (what
-    PyTorch may reserve, nothing subtracted) the same requests also run on a card of that size (``run_on_card``).
+    Requests, frees and the addresses that cudaMalloc returned come from the recording; every address of a
+    block, and when and how large a cudaMalloc is needed, is the model's own decision. With
+    ``gpu_memory_bytes`` (what PyTorch may reserve, nothing subtracted) the same requests also run on a card
+    of that size (``run_on_card``).
 
     Raises SnapshotError if the source is no snapshot.
     """
@@ -85,14 +87,23 @@ def _result(recordings: list[Recording], runs: list[Comparison], oom: ReplayOom 
     )
 
 
+def _unknown_ages(run: Comparison) -> str:
+    """A reason beyond the model's control: age breaks ties since 2.12, and a snapshot does not record it."""
+    segments = run.initial.segments if run.initial else []
+    if run.settings.tie_break == "address" or not segments:
+        return ""
+    return f"; the order in which the {len(segments)} segments from before the recording came is not recorded"
+
+
 def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool | None, str | None]:
     """True, False or None (nothing to judge), and the reason."""
-    if any(run.initial is None for run in runs):
-        return None, next(run.disagreement for run in runs if run.initial is None)
+    for run in runs:
+        if run.initial is None:
+            return None, run.disagreement
     if not any(run.alloc_events for run in runs):
         events = sum(len(r.events) for r in recordings)
         return None, f"the trace holds no allocation to judge ({events} events in all)"
     for run in runs:
         if run.disagreement is not None:
-            return False, run.disagreement
+            return False, run.disagreement + _unknown_ages(run)
     return True, None

@@ -1,4 +1,4 @@
-"""Run a recording's requests on a card of another size: would it have fitted, and where would it have died?"""
+"""Run a recording's requests on a card of another size: would it have fitted, where would it have died?"""
 
 from kvlab.memory.allocator.core import CachingAllocator
 from kvlab.memory.allocator.device import Device
@@ -17,8 +17,8 @@ def run_on_card(
 ) -> ReplayOom | None:
     """The first out-of-memory of the run on a card where PyTorch may reserve ``gpu_memory_bytes``, or None.
 
-    The recording says what is asked for, freed and used on which stream; when to grow, to flush and to retry is
-    the model's decision. A recorded run of cudaFrees counts as the program's ``empty_cache``.
+    The recording says what is asked for, freed and used on which stream; when to grow, to flush and to
+    retry is the model's decision. A recorded run of cudaFrees counts as the program's ``empty_cache``.
     """
     device = Device(total_bytes=gpu_memory_bytes)
     allocator = CachingAllocator(device, settings)
@@ -69,7 +69,7 @@ def _dead_on_arrival(reserved_bytes: int, gpu_memory_bytes: int) -> ReplayOom:
         event=0,
         tried_bytes=reserved_bytes,
         message=(
-            f"The recording begins with {format_size(reserved_bytes)} in segments that are in use, more than the"
-            f" {format_size(gpu_memory_bytes)} of this card: the run would have died before its first event."
+            f"The recording begins with {format_size(reserved_bytes)} in segments that are in use, more than"
+            f" the {format_size(gpu_memory_bytes)} of this card: the run would have died before its first event."
         ),
     )

@@ -56,7 +56,7 @@ class Recording:
 
 @dataclass
 class Comparison:
-    """One replay: what agreed, the first thing that did not, and the state it began with (None: no replay)."""
+    """One replay: what agreed, the first thing that did not, and its initial state (None: no replay)."""
 
     settings: AllocatorSettings
     alloc_events: int = 0
@@ -74,7 +74,8 @@ class Comparison:
 
 
 class _RecordedDevice(Device):
-    """A card that gives the model the addresses the recording got, when it asks for the same at the same time."""
+    """A card that gives the model the addresses the recording got, when it asks for the same at the same
+    time."""
 
     def __init__(self) -> None:
         super().__init__(total_bytes=_UNBOUNDED_BYTES)

@@ -40,7 +40,8 @@ class HeldSegment:
 
 @dataclass
 class InitialState:
-    """Segments in order of address, and the blocks in use in them by address; the rest of a segment is free."""
+    """Segments in order of address, and the blocks in use in them by address; the rest of a segment is
+    free."""
 
     segments: list[HeldSegment] = field(default_factory=list)
     blocks: dict[int, HeldBlock] = field(default_factory=dict)

@@ -16,9 +16,9 @@ class ReplayOom(BaseModel):
 class ReplayResult(BaseModel):
     """How far the model agrees with a recording.
 
-    ``exact`` is True if every address, every cudaMalloc and the final state agree, False if not, and None if
-    there is nothing to judge; ``reason`` says why in the last two cases. ``tie_break`` is the rule for equally
-    large blocks under which it was judged: it differs between versions of torch (see ``TieBreak``).
+    ``exact`` is True if every address, every cudaMalloc and the final state agree, False if not, and None
+    if there is nothing to judge; ``reason`` says why in the last two cases. ``tie_break`` is the rule for
+    equally large blocks under which it was judged: it differs between versions of torch (see ``TieBreak``).
     """
 
     model_config = ConfigDict(frozen=True)

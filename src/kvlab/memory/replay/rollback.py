@@ -22,8 +22,8 @@ def roll_back(
 ) -> InitialState:
     """The state from which ``events`` lead to ``segments``.
 
-    A block that was allocated before the recording and freed within it shows only the size of its request; the
-    rest it may have absorbed is found by ``_settle_sizes``. Raises InconsistentTraceError.
+    A block that was allocated before the recording and freed within it shows only the size of its request;
+    the rest it may have absorbed is found by ``_settle_sizes``. Raises InconsistentTraceError.
     """
     state = _final_state(segments)
     blocks = state.blocks
@@ -80,16 +80,16 @@ def _final_state(segments: Iterable[SegmentRecord]) -> InitialState:
 
 def _contradiction(place: int, event: TraceEvent, why: str) -> InconsistentTraceError:
     return InconsistentTraceError(
-        f"the trace does not lead to the final state: event {place} is {event.action} of {event.size:,} bytes at"
-        f" {event.address:#x}, {why}"
+        f"the trace does not lead to the final state: event {place} is {event.action} of {event.size:,} bytes"
+        f" at {event.address:#x}, {why}"
     )
 
 
 def _settle_sizes(state: InitialState, events: Sequence[TraceEvent], settings: AllocatorSettings) -> None:
     """Find the rest of up to 1 MiB that a block of the large pool may have absorbed when it was allocated.
 
-    A free block of the large pool is always larger than 1 MiB, so a smaller gap after a block is part of it. In
-    front of a larger gap the first allocation into that gap shows where it begins.
+    A free block of the large pool is always larger than 1 MiB, so a smaller gap after a block is part of
+    it. In front of a larger gap the first allocation into that gap shows where it begins.
     """
     open_ends: dict[int, int] = {}
     addresses = sorted(state.blocks)

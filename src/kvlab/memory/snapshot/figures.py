@@ -1,4 +1,5 @@
-"""Draw a snapshot offline: where blocks lie in their segments, and memory over time. Each figure has a sentence."""
+"""Draw a snapshot offline: where blocks lie in their segments, and memory over time. Each figure has a
+sentence."""
 
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,8 @@ def _map_sentence(snapshot: Snapshot, drawn: int) -> str:
     shown = f"the {drawn} largest of {s.segment_count} segments" if drawn < s.segment_count else _count(drawn)
     return (
         f"Address map of {shown}: {s.allocated_bytes / _MIB:,.1f} MiB of {s.reserved_bytes / _MIB:,.1f} MiB"
-        f" reserved are allocated; the {s.free_bytes / _MIB:,.1f} MiB free lie in {s.free_block_count} blocks, the"
-        f" largest {s.largest_free_block_bytes / _MIB:,.1f} MiB, so fragmentation is {s.fragmentation:.2f}."
+        f" reserved are allocated; the {s.free_bytes / _MIB:,.1f} MiB free lie in {s.free_block_count} blocks,"
+        f" the largest {s.largest_free_block_bytes / _MIB:,.1f} MiB, so fragmentation is {s.fragmentation:.2f}."
     )
 
 
@@ -92,9 +93,9 @@ def memory_over_time(snapshot: Snapshot, *, device: int = 0) -> "tuple[Figure, s
     axes.legend(loc="best")
     events = len(line.times_s) - 1
     return figure, (
-        f"Memory over {events:,} events: tensors ask for {requested[0]:.2f} GiB at first, {max(requested):.2f} GiB"
-        f" at most and {requested[-1]:.2f} GiB at the end; PyTorch reserves {reserved[0]:.2f} GiB at first and"
-        f" {max(reserved):.2f} GiB at most; {_ooms(len(line.oom_events))}."
+        f"Memory over {events:,} events: tensors ask for {requested[0]:.2f} GiB at first, {max(requested):.2f}"
+        f" GiB at most and {requested[-1]:.2f} GiB at the end; PyTorch reserves {reserved[0]:.2f} GiB at first"
+        f" and {max(reserved):.2f} GiB at most; {_ooms(len(line.oom_events))}."
     )
 
 

@@ -1,8 +1,9 @@
-"""Read a pickle that holds plain data only; anything that could look up a class or call one is refused unread.
+"""Read a pickle that holds plain data only; anything that could look up a class or call one is refused
+unread.
 
-A snapshot is made of dictionaries, lists, tuples of numbers, strings, numbers, booleans and None. Two locks: the
-whole file must first match a grammar of the instructions that build these, and the unpickler that then reads it
-has no way to find a class.
+A snapshot is made of dictionaries, lists, tuples of numbers, strings, numbers, booleans and None. Two
+locks: the whole file must first match a grammar of the instructions that build these, and the unpickler
+that then reads it has no way to find a class.
 """
 
 import io
@@ -20,8 +21,8 @@ class PlainPickleError(KvlabError, ValueError):
 def load_plain(data: bytes, *, max_containers: int) -> Any:
     """The object that the pickle ``data`` (protocol 0 to 5) describes.
 
-    Memory stays below about 16 bytes for each byte of ``data`` and 250 for each of the ``max_containers`` lists
-    and dictionaries. Raises PlainPickleError for anything but a whole pickle of plain data.
+    Memory stays below about 16 bytes for each byte of ``data`` and 250 for each of the ``max_containers``
+    lists and dictionaries. Raises PlainPickleError for anything but a whole pickle of plain data.
     """
     _require_plain(data)
     if _containers_at_most(data) > max_containers:
@@ -78,8 +79,8 @@ def _sized(head: bytes, tail: bytes, sizes: range) -> bytes:
     return head + b"(?:" + b"|".join(followed) + b")"
 
 
-# A memo index below 2^24 keeps the unpickler's memo, an array, below 256 MiB. Tuples may hold whole numbers only:
-# a deeply nested tuple as a key would overflow the C stack when it is hashed.
+# A memo index below 2^24 keeps the unpickler's memo, an array, below 256 MiB. Tuples may hold whole numbers
+# only: a deeply nested tuple as a key would overflow the C stack when it is hashed.
 _INTEGER = b"(?:K.|J.{4}|M..|" + _sized(rb"\x8a", b"", range(17)) + rb"|I-?\d{1,40}\n|L-?\d{1,40}L?\n)"
 _PLAIN = re.compile(
     b"(?s:"

@@ -1,4 +1,5 @@
-"""Read a snapshot that anyone may have made: pickle or JSON, gzip or not, torch 2.0 to 2.13; nothing is executed."""
+"""Read a snapshot that anyone may have made: pickle or JSON, gzip or not, torch 2.0 to 2.13; nothing is
+executed."""
 
 import json
 import zlib
@@ -114,7 +115,8 @@ def _load_json(data: bytes, limits: Limits) -> Any:
 
 
 def parse_snapshot(raw: Any, limits: Limits | None = None) -> Snapshot:
-    """The snapshot in a plain object: what ``torch.cuda.memory._snapshot()`` or ``memory_snapshot()`` returned."""
+    """The snapshot in a plain object: what ``torch.cuda.memory._snapshot()`` or ``memory_snapshot()``
+    returned."""
     return _Parser(limits or Limits()).snapshot(raw)
 
 
@@ -164,7 +166,7 @@ class _Parser:
             blocks.append(block)
         if at != address + total or at > _ADDRESS_END:
             raise SnapshotError(
-                f"the blocks of the segment at {address:#x} add up to {at - address:,} bytes, not to {total:,}"
+                f"the blocks of the segment at {address:#x} add up to {at - address:,} bytes, not {total:,}"
             )
         return SegmentRecord(
             address=address,

@@ -1,4 +1,5 @@
-"""A snapshot in numbers: what is in use, what is free and in how large pieces, and what changed between two."""
+"""A snapshot in numbers: what is in use, what is free and in how large pieces, and what changed between
+two."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from kvlab.memory.snapshot.records import ACTIVE_ALLOCATED, INACTIVE, BlockRecor
 
 
 class BlockSummary(BaseModel):
-    """One block in use; ``frames`` is the stack that asked for it, innermost call first, empty if not recorded."""
+    """One block in use; ``frames`` is the stack that asked for it, innermost call first, empty if not
+    recorded."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -26,12 +28,14 @@ class BlockSummary(BaseModel):
 class SnapshotSummary(BaseModel):
     """The state of the allocator in bytes.
 
-    ``free_bytes`` is cached memory that no one uses: reserved minus active. ``releasable_bytes`` is the part of it
-    that lies in wholly idle segments, which ``empty_cache`` or a retry gives back; the rest is held in place by
-    the blocks around it. ``rounding_bytes`` is what blocks in use hold beyond what was asked for.
+    ``free_bytes`` is cached memory that no one uses: reserved minus active. ``releasable_bytes`` is the
+    part of it that lies in wholly idle segments, which ``empty_cache`` or a retry gives back; the rest is
+    held in place by the blocks around it. ``rounding_bytes`` is what blocks in use hold beyond what was
+    asked for.
 
-    ``fragmentation`` is 1 - largest_free_block / free_bytes, from 0 (all free memory is one block, or none is
-    free) towards 1 (many small ones): the share of the free memory that the largest request it can serve leaves.
+    ``fragmentation`` is 1 - largest_free_block / free_bytes, from 0 (all free memory is one block, or none
+    is free) towards 1 (many small ones): the share of the free memory that the largest request it can serve
+    leaves.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -104,7 +108,8 @@ def summarise(source: str | Path | bytes | Snapshot, *, top: int = 10) -> Snapsh
 def compare_snapshots(
     before: str | Path | bytes | Snapshot, after: str | Path | bytes | Snapshot, *, top: int = 10
 ) -> SnapshotComparison:
-    """What grew and what went between two snapshots, with the largest new and gone blocks. Raises SnapshotError."""
+    """What grew and what went between two snapshots, with the largest new and gone blocks. Raises
+    SnapshotError."""
     first, second = (s if isinstance(s, Snapshot) else read_snapshot(s) for s in (before, after))
     old, new = ({(b.address, b.size): (s, b) for s, b in _used(snap)} for snap in (first, second))
     appeared = [new[key] for key in new.keys() - old.keys()]

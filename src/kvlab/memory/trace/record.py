@@ -1,7 +1,7 @@
 """Record which memory a program asks for, on fake tensors (no GPU, no weights, full size) or on real ones.
 
-A fake tensor has a shape but no data. Every storage that comes into being is an allocation and its finalizer is
-the free, so both stand in the order of a real run.
+A fake tensor has a shape but no data. Every storage that comes into being is an allocation and its
+finalizer is the free, so both stand in the order of a real run.
 """
 
 import sys
@@ -33,10 +33,10 @@ _USES_CUBLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 def record(*, fake: bool = True, cublas_workspace_bytes: int = 0) -> Iterator["Recorder"]:
     """Record all allocations within the block; the trace is ``recorder.trace``.
 
-    Set ``recorder.phase`` to name what follows. Fake tensors are CPU tensors, where SDPA takes the flash kernel
-    (its output and one float32 row of log sums), the nearest to flash attention on CUDA; reading a value back to
-    the host fails. Not seen: what a kernel needs inside itself, and the cuBLAS workspace, which is therefore
-    added as a term at the first matrix product.
+    Set ``recorder.phase`` to name what follows. Fake tensors are CPU tensors, where SDPA takes the flash
+    kernel (its output and one float32 row of log sums), the nearest to flash attention on CUDA; reading a
+    value back to the host fails. Not seen: what a kernel needs inside itself, and the cuBLAS workspace,
+    which is therefore added as a term at the first matrix product.
     """
     trace = AllocationTrace(terms={"cublas_workspace_bytes": cublas_workspace_bytes})
     recorder = Recorder(trace)
@@ -61,11 +61,11 @@ def capture_generation(
 ) -> AllocationTrace:
     """What generating ``new_tokens`` after ``prompt_tokens`` allocates, at full size and without weights.
 
-    All ``batch_size`` sequences are equally long. ``make_cache`` gets the model and runs on fake tensors too.
-    The prompt is fed at once, or ``prefill_chunk_size`` tokens at a time. Phases are "weights", "cache",
-    "prefill", "decode 2", ...: the prefill yields the first new token.
-    ``attn_implementation="eager"`` materialises the scores; in float16 it counts one float32 copy of them more
-    than CUDA makes.
+    All ``batch_size`` sequences are equally long. ``make_cache`` gets the model and runs on fake tensors
+    too. The prompt is fed at once, or ``prefill_chunk_size`` tokens at a time. Phases are "weights",
+    "cache", "prefill", "decode 2", ...: the prefill yields the first new token.
+    ``attn_implementation="eager"`` materialises the scores; in float16 it counts one float32 copy of them
+    more than CUDA makes.
     """
     from transformers import AutoModelForCausalLM
 

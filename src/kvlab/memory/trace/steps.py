@@ -1,4 +1,4 @@
-"""A run as the allocator sees it: which storages came into being, how large, when each went, and who asked."""
+"""A run as the allocator sees it: which storages came into being, how large, when each went, who asked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
