@@ -34,12 +34,15 @@ from kvlab.lab.run import LabError, Run
 KERNEL = "python3"
 PROFILES = ("quick", "full")
 CELL_TIMEOUT_S = {"quick": 300, "full": 3600}
-_QUIET = {
+_KERNEL_ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "JUPYTER_PREFER_ENV_PATH": "1",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    "PYTHONWARNINGS": "ignore:IProgress not found",
+    # Two busy threads on two busy cores: spinning at every barrier made a token ten times slower than sleeping.
+    "OMP_WAIT_POLICY": "passive",
 }
 
 
@@ -215,7 +218,7 @@ def _execute(plan: _Plan) -> LabResult:
 
 def _papermill(plan: _Plan, folder: Path) -> str:
     """Execute the notebook; the empty string, or why it did not go through, in one line."""
-    with _environment(_QUIET | {RUN_DIR_VARIABLE: str(folder)}), warnings.catch_warnings():
+    with _environment(_KERNEL_ENVIRONMENT | {RUN_DIR_VARIABLE: str(folder)}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("papermill").setLevel(logging.ERROR)
         try:
@@ -250,6 +253,9 @@ def _unexecuted(path: Path) -> str:
             return f"cell {index} was not executed"
         if any(output["output_type"] == "error" for output in cell["outputs"]):
             return f"cell {index} holds an error output"
+        for output in cell["outputs"]:
+            if output.get("name") == "stderr":
+                return f"cell {index} wrote to stderr: {''.join(output['text']).strip()[:200]!r}"
     return ""
 
 
