@@ -122,11 +122,11 @@ class Gpu:
 
     def describe(self) -> str:
         """One sentence that says what is subtracted, and on what evidence."""
+        usable, total = f"{self.usable_bytes / GIB:.2f} GiB", f"{self.total_bytes / GIB:.2f} GiB"
+        driver, context = (f"{n / MIB:.0f} MiB" for n in (self.driver_reserved_bytes, self.context_bytes))
         return (
-            f"{self.title}: {self.usable_bytes / GIB:.2f} GiB usable, "
-            f"which is {self.total_bytes / GIB:.2f} GiB less "
-            f"{self.driver_reserved_bytes / MIB:.0f} MiB kept by the driver ({self.driver_reserved_source}) and "
-            f"{self.context_bytes / MIB:.0f} MiB for the CUDA context ({self.context_source})"
+            f"{self.title}: {usable} usable, which is {total} less {driver} kept by the driver "
+            f"({self.driver_reserved_source}) and {context} for the CUDA context ({self.context_source})"
         )
 
 
