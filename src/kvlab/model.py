@@ -1,6 +1,9 @@
 """What a lab runs: the bundled model, any Hugging Face id or folder, or a shape without weights."""
 
+import copy
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -148,9 +151,11 @@ def random_model(
 ) -> PreTrainedModel:
     """A model of this shape with random weights, in eval mode: same bytes and same kernels, no meaning.
 
-    The weights come from torch's global generator; seed it first for a reproducible model.
+    The weights come from torch's global generator; seed it first for a reproducible model. Raises
+    UnknownModel when the family does not know this ``attn_implementation``.
     """
-    with torch.device(device):
+    config = copy.deepcopy(config)  # from_config writes dtype and attention into it
+    with _one_line_errors(f"a random {config.model_type}"), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     return model.eval()
 
@@ -177,7 +182,7 @@ def _from_pretrained(auto_class: type, name: str | Path, **options: Any) -> Any:
         return _read(auto_class, name, folder, local_files_only=True, **options)
     if name in SHAPES:
         raise UnknownModel(f"{name} is a shape without weights; use random_model(load_config({name!r}))")
-    if Path(name).exists():
+    if str(name) and Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             raise UnknownModel(f"{name} has no config.json; pass a folder that holds a Hugging Face model")
         return _read(auto_class, name, name, local_files_only=True, **options)
@@ -211,10 +216,16 @@ def _hub_answers() -> bool:
 
 
 def _read(auto_class: type, name: str | Path, source: str | Path, **options: Any) -> Any:
-    """Run a transformers loader quietly, and turn what it raises about its input into one line."""
+    with _one_line_errors(name):
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+
+
+@contextmanager
+def _one_line_errors(name: str | Path) -> Iterator[None]:
+    """Keep transformers quiet, and turn what it raises about its input into one line."""
     try:
         with quiet_transformers():
-            return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+            yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UnknownModel(f"cannot load {name}: {reason}") from error
