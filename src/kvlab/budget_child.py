@@ -21,7 +21,13 @@ from kvlab.meter import BudgetError, BudgetUnavailable, Meter
 
 _PROBE_BYTES = 16 << 20
 _LARGEST_PLUG_BYTES = 64 << 20
+_SMALL_CHUNK_BYTES = 60_000
 _PYTHON_RESERVE_BYTES = 2 << 20
+
+_LIBC = ctypes.CDLL(None)
+_LIBC.malloc.argtypes, _LIBC.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+_LIBC.free.argtypes = [ctypes.c_void_p]
+_LIBC.malloc_trim.argtypes = [ctypes.c_size_t]
 
 
 class ProcessMeter(Meter):
@@ -58,8 +64,9 @@ class ProcessMeter(Meter):
 
     def _settle(self) -> None:
         self._python_reserve = _reserve_for_python()
-        ctypes.CDLL(None).malloc_trim(0)
+        _LIBC.malloc_trim(0)
         _plug_heap(self._held)
+        _reserve_small_chunks()
 
     def _limit(self, limit_bytes: int) -> None:
         if self._hard != resource.RLIM_INFINITY and limit_bytes > self._hard:
@@ -97,16 +104,23 @@ def _plug_heap(held: Callable[[], int]) -> None:
     malloc searches them before it maps: after loading a tokenizer there are some 10 MB of them. What is taken
     here is never given back.
     """
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
     size_bytes = _LARGEST_PLUG_BYTES
     while size_bytes >= MMAP_THRESHOLD_BYTES:
         before_bytes = held()
-        chunk = libc.malloc(ctypes.c_size_t(size_bytes))
+        chunk = _LIBC.malloc(size_bytes)
         if held() - before_bytes >= size_bytes // 2:
-            libc.free(chunk)  # it was new memory: no free chunk of this size is left
+            _LIBC.free(chunk)  # it was new memory: no free chunk of this size is left
             size_bytes //= 2
+
+
+def _reserve_small_chunks() -> None:
+    """Leave free chunks for what is no tensor, such as the buffers of a record: else the heap grows by pages.
+
+    They are too small for a tensor that would be mapped; a pin after each keeps it apart from the next.
+    """
+    chunks = [(_LIBC.malloc(_SMALL_CHUNK_BYTES), _LIBC.malloc(16)) for _ in range(4)]
+    for chunk, _ in chunks:
+        _LIBC.free(chunk)
 
 
 def _can_map(size_bytes: int) -> bool:
@@ -154,9 +168,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
-        raise BudgetError(
-            f"the result of the work cannot be sent back ({error}); return plain data"
-        ) from error
+        raise BudgetError(f"the result of the work cannot be sent back ({error}); return plain data") from error
 
 
 def _settle_torch() -> None:

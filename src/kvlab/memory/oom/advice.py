@@ -28,9 +28,7 @@ SEGMENT = (
 )
 
 
-def advice_for(
-    family: Family, is_oom: bool | None, cause: Cause, f: Figures, pool_of: str | None
-) -> list[str]:
+def advice_for(family: Family, is_oom: bool | None, cause: Cause, f: Figures, pool_of: str | None) -> list[str]:
     """The reasoning first. pool_of: the engine, if any, whose pool takes most of the device."""
     if is_oom is False:
         return INDEX_ERROR if family == "cuda_assert" else BAD_ADDRESS
@@ -65,13 +63,9 @@ def _reason(cause: Cause, f: Figures, family: Family) -> str:
         case "other_process":
             return "Something else holds memory that this start expects to be free."
         case "device_full" if f.total and f.allocated:
-            return (
-                f"This process has {gib(f.allocated)} of {gib(f.total)} allocated; {tried} more does not fit."
-            )
+            return f"This process has {gib(f.allocated)} of {gib(f.total)} allocated; {tried} more does not fit."
         case "device_full":
-            return (
-                "The library's own cudaMalloc found the device full; mostly PyTorch's cache holds the rest."
-            )
+            return "The library's own cudaMalloc found the device full; mostly PyTorch's cache holds the rest."
         case "static_pool":
             return f"A pool sized at start holds the rest of the device; no room was left for {tried}."
         case "kv_capacity" if f.tried and f.free:
@@ -95,9 +89,7 @@ def _steps(cause: Cause, pool_of: str | None) -> list[str]:
         case "kv_capacity":
             return ["Shorten the context, run fewer sequences, or halve the cache's dtype.", f"Next: {PLAN}"]
         case "static_pool":
-            setting = POOL_SETTINGS.get(
-                pool_of or "", "the share of the device that the engine takes at start"
-            )
+            setting = POOL_SETTINGS.get(pool_of or "", "the share of the device that the engine takes at start")
             return [f"Lower {setting}, or the number of sequences.", f"Next: {PLAN}"]
         case "host_memory":
             return ["Next: free -h; then the container's limit (memory.max) and ulimit -v."]
