@@ -126,9 +126,6 @@ def load_model(
     what the published model scores. It, folders, and ids in the Hugging Face cache need no network. Raises
     ModelNotFetched when it is not in the cache directory, UnknownModel when any other name cannot be loaded.
     """
-<<<<<<< HEAD
-    model = _from_pretrained(AutoModelForCausalLM, name_or_path, dtype=dtype, attn_implementation=attn_implementation)
-=======
     model, report = _from_pretrained(
         AutoModelForCausalLM,
         name_or_path,
@@ -138,7 +135,6 @@ def load_model(
     )
     if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
         raise UnknownModel(f"{name_or_path} lacks {len(missing)} weights of its model, such as {missing[0]}")
->>>>>>> ground
     return model.to(device).eval()
 
 
