@@ -12,6 +12,7 @@ from .errors import UnsupportedModelError
 from .shapes import head_dim
 
 PROBE_POSITIONS = (3, 40)
+PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,24 @@ def _one_head_wide(config: PreTrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def _keys_and_values_at(model: PreTrainedModel, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values (1, heads, 1, dim) of every layer for one token: it attends to itself alone."""
+    """Keys and values (B, heads, 1, dim) of every layer for lone tokens, which attend to themselves alone."""
     cache = DynamicCache(config=model.config)
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=token, position_ids=torch.full_like(token, position), cache=cache, use_cache=True)
+    # Several, as a padding token's embedding may be zero, and zero looks the same wherever it is turned.
+    tokens = torch.arange(PROBE_TOKENS, device=model.device)[:, None]
+    positions = torch.full_like(tokens, position)
+    model(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
+<<<<<<< HEAD
 def _explain(here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str) -> Rotation | None:
+=======
+def _explain(
+    here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str
+) -> Rotation | None:
+    if not here.any():
+        raise UnsupportedModelError(f"the keys of {where} are zero, so they show no rotation; load its weights")
+>>>>>>> cache
     if torch.equal(here, there):
         return None
     distance = torch.tensor(PROBE_POSITIONS[1] - PROBE_POSITIONS[0], device=here.device)
