@@ -125,7 +125,11 @@ TORCH = (
     Format(
         "torch_mps",
         "MPS backend out of memory",
-        ("MPS allocated: {allocated}, other", "max allowed: {total})", "Tried to allocate {tried}"),
+        (
+            "MPS allocated: {allocated}, other allocations: {other}, max",
+            "max allowed: {total})",
+            "Tried to allocate {tried}",
+        ),
     ),
     Format("torch_mps", "Invalid buffer size: {tried}", cause="request_larger_than_device"),
     Format(
@@ -169,7 +173,7 @@ CUDA = (
         is_oom=False,
         follows=True,
     ),
-    Format("cuda_assert", "index {n} is out of bounds for dimension {n} with size {n}", is_oom=False),
+    Format("cuda_assert", "is out of bounds for dimension {n} with size {n}", is_oom=False),
     Format("cuda_assert", "IndexError: index out of range in self", is_oom=False),
     Format("cuda_runtime", "an illegal memory access was encountered", is_oom=False),
     Format("cuda_runtime", "cudaErrorIllegalAddress", is_oom=False),
@@ -404,7 +408,8 @@ OTHERS = (
     Format("unknown", "node running low on memory", cause="host_memory"),
     Format("unknown", "kv cache overflow", is_oom=None, cause="kv_capacity"),
     Format("unknown", "Signal 9 (SIGKILL)", is_oom=None),
-    Format("unknown", "exit {code|status} 137", is_oom=None),
+    Format("unknown", "exit code 137", is_oom=None),
+    Format("unknown", "exit status 137", is_oom=None),
     Format("unknown", "out of memory", mention=True),
     Format("unknown", "OutOfMemoryError", mention=True),
     Format("unknown", "insufficient {GPU memory|memory|VRAM}", mention=True),

@@ -102,7 +102,7 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
         return ends_line and bool(re.fullmatch(r"(?:[\w.]{0,60}\.)?(?:_?array)?", before))
     if entry.mention:
-        line = block.line_at(position).lower()[:2000]
+        line = block.line_at(position)[:2000].lower()
         return bool(LOOKS_LIKE_ERROR.search(line)) and not READS_LIKE_ADVICE.search(line)
     return True
 

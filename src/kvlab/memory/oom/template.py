@@ -33,12 +33,16 @@ UNIT_BYTES = {
     "t": 2**40,
     "tb": 2**40,
     "tib": 2**40,
+    "pb": 2**50,
+    "pib": 2**50,
+    "eb": 2**60,
+    "eib": 2**60,
     "gb1000": 10**9,
 }
 
 _PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
-_NUMBER = r"-?\d{1,24}(?:,\d{3}(?!\d)){0,6}(?:[.,]\d{1,12})?"
-_UNIT = r"(?:bytes?|[kmgt]i?b|[bkmgt](?![a-z0-9]))?"
+_NUMBER = r"-?\d{1,24}(?:,\d{3}(?!\d)){0,6}(?:\.\d{0,12}|,\d{1,12})?"
+_UNIT = r"(?:bytes?|[kmgtpe]i?b|[bkmgt](?![a-z0-9]))?"
 _LETTER_UNIT = r"[kmgt]?i?b?"
 
 
