@@ -327,7 +327,16 @@ def test_real_messages_read_right():
 
 def sample_of(template):
     """A message as the engine would print it: each placeholder of a template filled in."""
-    values = {"*": " ", "n": "7", "tried:x": "3.00G", "total:x": "9.00G", "free:x": "2.00G"}
+    values = {
+        "*": " ",
+        "n": "7",
+        "w": "CUDA0",
+        "free:decimal": "2.00GB",
+        "tried:decimal": "3.00GB",
+        "tried:x": "3.00G",
+        "total:x": "9.00G",
+        "free:x": "2.00G",
+    }
     parts = template.replace("{", "\0{").replace("}", "}\0").split("\0")
     for index, part in enumerate(parts):
         if part.startswith("{"):

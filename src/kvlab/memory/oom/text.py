@@ -29,7 +29,7 @@ HINTS += (
     "exit ",
     "mmap",
 )
-HINTS += ("indexerror",)
+HINTS += ("indexerror", "paging", "constant", "evict")
 
 ANSI = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
 
