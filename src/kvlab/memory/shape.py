@@ -16,6 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvlab.errors import KvlabError
+
 # Layers whose bytes follow from the tensors one short forward leaves in them. Others (compressed layouts of
 # single model families) keep more than that, so they are refused instead of guessed.
 COUNTABLE_LAYERS = (
@@ -33,7 +35,7 @@ PROBE_DTYPE = torch.bfloat16
 PROBE_TOKENS = 3
 
 
-class FootprintError(ValueError):
+class FootprintError(KvlabError, ValueError):
     """The bytes of this model or request cannot be computed; the message says why and what to do."""
 
 
@@ -155,9 +157,7 @@ def _build_on_meta(config: PretrainedConfig) -> torch.nn.Module:
         with torch.device("meta"):
             return auto.from_config(config, dtype=PROBE_DTYPE, attn_implementation="eager").eval()
     except Exception as error:  # a model's own code may raise anything on a config it cannot use
-        raise FootprintError(
-            f"no {config.model_type} model follows from this config: {_line(error)}"
-        ) from error
+        raise FootprintError(f"no {config.model_type} model follows from this config: {_line(error)}") from error
 
 
 def _run_on_meta(model: torch.nn.Module, config: PretrainedConfig) -> tuple[DynamicCache, int]:

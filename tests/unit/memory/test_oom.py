@@ -210,8 +210,7 @@ MESSAGES = {
         {"tried": 4294967296},
     ),
     "tensorrt-llm": (
-        "[TensorRT-LLM][ERROR] CUDA runtime error in ::cudaMallocAsync(ptr, n, stream): out of "
-        "memory (buf.h:112)",
+        "[TensorRT-LLM][ERROR] CUDA runtime error in ::cudaMallocAsync(ptr, n, stream): out of memory (buf.h:112)",
         "tensorrt_llm",
         True,
         {},
@@ -227,8 +226,7 @@ MESSAGES = {
         {"tried": 51748.5 * MIB},
     ),
     "llama-cpp-pool": (
-        "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:291\n  "
-        "cuMemCreate(...)",
+        "CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:291\n  cuMemCreate(...)",
         "llama_cpp",
         True,
         {},
@@ -468,9 +466,7 @@ def test_the_thousand_threads_of_one_device_assert_are_one_failure():
     text = "\n".join(
         [thread.format(i) for i in range(128)] + ["RuntimeError: CUDA error: device-side assert triggered"]
     )
-    assert [(e.family, e.is_oom, e.cause) for e in diagnose(text).events] == [
-        ("cuda_assert", False, "not_memory")
-    ]
+    assert [(e.family, e.is_oom, e.cause) for e in diagnose(text).events] == [("cuda_assert", False, "not_memory")]
 
 
 def torch_message(tried, total, free, allocated, unallocated, middle=""):
@@ -527,9 +523,7 @@ def test_figures_that_cannot_be_true_together_are_said_to_contradict(text):
 
 
 def test_rounding_alone_is_no_contradiction():
-    text = torch_message(
-        "4.19 GiB", "44.40 GiB", "4.20 GiB", "39.85 GiB", "40.98 MiB", PROCESS.format("40.20 GiB")
-    )
+    text = torch_message("4.19 GiB", "44.40 GiB", "4.20 GiB", "39.85 GiB", "40.98 MiB", PROCESS.format("40.20 GiB"))
     assert diagnose(text).cause == "device_full"
 
 
@@ -670,9 +664,7 @@ def mutated(draw, text):
         start = draw(st.integers(0, len(text)))
         end = draw(st.integers(start, min(len(text), start + 60)))
         piece = draw(
-            st.sampled_from(
-                ["", text[start:end] * 2, "\n", "\x1b[0m", "é\u2028", "9" * 30, "{}", "-1.5e9 GiB", ","]
-            )
+            st.sampled_from(["", text[start:end] * 2, "\n", "\x1b[0m", "é\u2028", "9" * 30, "{}", "-1.5e9 GiB", ","])
         )
         text = text[:start] + piece + text[end:]
     return text

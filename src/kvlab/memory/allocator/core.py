@@ -43,9 +43,7 @@ class CachingAllocator:
         self.pending = PendingFrees()
         self.reserved_bytes = 0
         self.limit_bytes: int | None = None
-        self.max_split = (
-            _LARGEST_SIZE if settings.max_split_size_bytes is None else settings.max_split_size_bytes
-        )
+        self.max_split = _LARGEST_SIZE if settings.max_split_size_bytes is None else settings.max_split_size_bytes
         self._by_division = any(steps > 1 for steps in settings.roundup_power2_divisions)
         self._pools: dict[PoolId, tuple[BlockPool, BlockPool]] = {}
         self._default_pools = self.pools_of()
@@ -56,9 +54,7 @@ class CachingAllocator:
 
     # What a program does
 
-    def malloc(
-        self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()
-    ) -> int:
+    def malloc(self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()) -> int:
         """Allocate and return the address. Raises CudaOutOfMemoryError with PyTorch's own message.
 
         ``frames`` is kept with the block, as a recording keeps the stack of an allocation.
@@ -383,9 +379,7 @@ class CachingAllocator:
         if size >= self.max_split:
             self.stats.oversize_allocations.increase(1)
 
-    def record(
-        self, action: str, address: int, size: int, stream: int, pool_id: PoolId, frames: Any = ()
-    ) -> None:
+    def record(self, action: str, address: int, size: int, stream: int, pool_id: PoolId, frames: Any = ()) -> None:
         if self._history is not None:
             self._history.append((action, address, size, stream, pool_id, frames))
 

@@ -58,9 +58,7 @@ class AllocatorSettings:
         while rest:
             match = _SETTING.match(rest)
             if match is None:
-                raise SettingError(
-                    f"cannot read the allocator setting at {rest[:60]!r}; write name:value,name:value"
-                )
+                raise SettingError(f"cannot read the allocator setting at {rest[:60]!r}; write name:value,name:value")
             name, value = match.group(1), match.group(2).strip()
             if name in _READERS:
                 field, read = _READERS[name]
@@ -107,9 +105,7 @@ class AllocatorSettings:
             "release_lock_on_cudamalloc": False,
             "pinned_use_cuda_host_register": False,
             "graph_capture_record_stream_reuse": False,
-            "roundup_power2_divisions": {
-                str(1 << i): steps for i, steps in enumerate(self.roundup_power2_divisions)
-            },
+            "roundup_power2_divisions": {str(1 << i): steps for i, steps in enumerate(self.roundup_power2_divisions)},
         }
 
     def _conf(self) -> str:

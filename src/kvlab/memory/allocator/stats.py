@@ -112,9 +112,7 @@ class DeviceStats:
 
     def as_memory_stats(self, max_split_size_bytes: int) -> dict[str, int]:
         """The flat, sorted dictionary that ``torch.cuda.memory_stats`` returns; bytes and counts."""
-        flat = {
-            f"{name}.{part}": getattr(stat, part) for name, stat in self._stats() for part in Stat.__slots__
-        }
+        flat = {f"{name}.{part}": getattr(stat, part) for name, stat in self._stats() for part in Stat.__slots__}
         flat |= {counter: getattr(self, counter) for counter in _COUNTERS}
         flat["max_split_size"] = max_split_size_bytes
         return dict(sorted(flat.items()))

@@ -28,9 +28,7 @@ SEGMENT = (
 )
 
 
-def advice_for(
-    family: Family, is_oom: bool | None, cause: Cause, f: Figures, pool_of: str | None
-) -> list[str]:
+def advice_for(family: Family, is_oom: bool | None, cause: Cause, f: Figures, pool_of: str | None) -> list[str]:
     """The reasoning first. pool_of: the engine, if any, whose pool takes most of the device."""
     if is_oom is False:
         return INDEX_ERROR if family == "cuda_assert" else BAD_ADDRESS
@@ -69,9 +67,7 @@ def _reason(cause: Cause, f: Figures, family: Family) -> str:
             held = f"{gib(f.allocated)}{beside} of {gib(f.total)}"
             return f"This process has {held} allocated; {tried} more does not fit."
         case "device_full":
-            return (
-                "The library's own cudaMalloc found the device full; mostly PyTorch's cache holds the rest."
-            )
+            return "The library's own cudaMalloc found the device full; mostly PyTorch's cache holds the rest."
         case "static_pool":
             return f"A pool sized at start holds the rest of the device; no room was left for {tried}."
         case "kv_capacity" if f.tried and f.free:
@@ -95,9 +91,7 @@ def _steps(cause: Cause, pool_of: str | None) -> list[str]:
         case "kv_capacity":
             return ["Shorten the context, run fewer sequences, or halve the cache's dtype.", f"Next: {PLAN}"]
         case "static_pool":
-            setting = POOL_SETTINGS.get(
-                pool_of or "", "the share of the device that the engine takes at start"
-            )
+            setting = POOL_SETTINGS.get(pool_of or "", "the share of the device that the engine takes at start")
             return [f"Lower {setting}, or the number of sequences.", f"Next: {PLAN}"]
         case "host_memory":
             return ["Next: free -h; then the container's limit (memory.max) and ulimit -v."]

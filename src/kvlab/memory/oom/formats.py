@@ -197,9 +197,7 @@ CUDA = (
     Format(_runtime_owner, "Failed to cudaMalloc {tried} bytes on device", ("(error 2 out of memory)",)),
     Format(_runtime_owner, "cudaMalloc failed: out of memory"),
     Format(_runtime_owner, "cudaErrorMemoryAllocation", ("out of memory",)),
-    Format(
-        _driver_owner, "failed to alloc {tried} bytes on host: CUDA_ERROR_OUT_OF_MEMORY", cause="host_memory"
-    ),
+    Format(_driver_owner, "failed to alloc {tried} bytes on host: CUDA_ERROR_OUT_OF_MEMORY", cause="host_memory"),
     Format(
         _driver_owner,
         "failed to {alloc|allocate} {n}{*}({tried} bytes) from device: CUDA_ERROR_OUT_OF_MEMORY",
@@ -312,9 +310,7 @@ NVIDIA_ENGINES = (
     Format("tensorrt_llm", "[TensorRT-LLM][ERROR]{*}out of memory"),
     Format("tensorrt", "Error Code {n}: Cuda Runtime (out of memory)"),
     Format("tensorrt", "Error Code {n}: OutOfMemory", ("(Requested size was {tried}.)",), follows=True),
-    Format(
-        "tensorrt", "Requested amount of {GPU memory|memory} ({tried}) could not be allocated", follows=True
-    ),
+    Format("tensorrt", "Requested amount of {GPU memory|memory} ({tried}) could not be allocated", follows=True),
     Format(
         "tensorrt",
         "due to insufficient memory on requested size of {tried} detected for tactic",
@@ -356,9 +352,7 @@ LLAMA_CPP = (
     Format("llama_cpp", "failed to allocate compute {buffers|buffer|pp buffers}", follows=True),
     Format("llama_cpp", "llama_kv_cache_init() failed", follows=True),
     Format("llama_cpp", "error loading model: unable to allocate", follows=True),
-    Format(
-        "llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity", follows=True
-    ),
+    Format("llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity", follows=True),
     Format("llama_cpp", "failed to find free space in the KV cache", cause="kv_capacity", follows=True),
     Format(
         "llama_cpp",
@@ -386,9 +380,7 @@ COMPILERS = (
     Format("xla", "Out of memory allocating {tried}"),
     Format("xla", "Ran out of memory in memory space {w}. Used {tried:x} of {total:x} {hbm|vmem|smem}"),
     Format("xla", "Failed to allocate {tried} bytes for new constant"),
-    Format(
-        "xla", "Attempting to {allocate|reserve} {tried:x}{*}That was not possible. There are {free:x} free"
-    ),
+    Format("xla", "Attempting to {allocate|reserve} {tried:x}{*}That was not possible. There are {free:x} free"),
     Format("xla", "Failed to allocate request for {n}{*}({tried}B) on device"),
     Format("xla", "RESOURCE_EXHAUSTED: {*}out of memory", mention=True),
     Format("tensorflow", "OOM when allocating tensor with shape", ("by allocator",)),

@@ -81,9 +81,7 @@ def _judge(findings: Findings) -> Diagnosis:
         return Diagnosis(advice=["No memory failure was found in this text."])
     # What surely ran out of memory is the first memory failure, before what may have and what did not.
     first = next(event for verdict in (True, None, False) for event in events if event.is_oom is verdict)
-    return Diagnosis(
-        **first.model_dump(exclude={"line", "line_number"}), events=events, truncated=findings.truncated
-    )
+    return Diagnosis(**first.model_dump(exclude={"line", "line_number"}), events=events, truncated=findings.truncated)
 
 
 def _event(found: Found, pool_of: str | None) -> Event:

@@ -32,9 +32,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
 
 
 def _table(events: list[Event]) -> Table:
-    printed = {
-        title: key for title, key in FIGURES.items() if any(getattr(e, key) is not None for e in events)
-    }
+    printed = {title: key for title, key in FIGURES.items() if any(getattr(e, key) is not None for e in events)}
     table = Table("line", "family", "verdict", "cause", *printed)
     for event in events:
         figures = [_gib(getattr(event, key)) for key in printed.values()]

@@ -102,9 +102,7 @@ class _RecordedDevice(Device):
         return super().map(address, size_bytes)
 
     def _is_next(self, action: str, size_bytes: int) -> bool:
-        return (
-            bool(self.recorded) and self.recorded[0].action == action and self.recorded[0].size == size_bytes
-        )
+        return bool(self.recorded) and self.recorded[0].action == action and self.recorded[0].size == size_bytes
 
 
 def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
@@ -190,9 +188,7 @@ class _Follower:
             if block.address == event.address and block.size == event.size and not block.is_split:
                 release_segment(self.allocator, block)
                 return
-        self.result.disagree(
-            f"event {place} frees a segment at {event.address:#x} that is not idle in the model"
-        )
+        self.result.disagree(f"event {place} frees a segment at {event.address:#x} that is not idle in the model")
 
     def _unmap(self, place: int, event: TraceEvent) -> None:
         for block in self.allocator.free_blocks_at_least(event.size, event.stream):
@@ -200,9 +196,7 @@ class _Follower:
                 if expandable.release(self.allocator, block) == (event.address, event.size):
                     return
                 break
-        self.result.disagree(
-            f"event {place} unmaps pages at {event.address:#x} that are not idle in the model"
-        )
+        self.result.disagree(f"event {place} unmaps pages at {event.address:#x} that are not idle in the model")
 
 
 def _compare_layout(segments: Sequence[SegmentRecord], blocks: list[Block], result: Comparison) -> None:

@@ -14,9 +14,7 @@ from kvlab.memory.replay.rollback import InconsistentTraceError
 _RANGE_BYTES = 1 << 44
 
 
-def restore(
-    allocator: CachingAllocator, state: InitialState, range_begins: dict[RangeKey, int]
-) -> dict[int, Block]:
+def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict[RangeKey, int]) -> dict[int, Block]:
     """Fill an empty allocator with ``state``; returns the blocks that wait for their free to complete.
 
     ``range_begins`` says where the range of each expandable segment begins. Its end no recording shows, so it

@@ -69,9 +69,7 @@ def roll_back(
 def _final_state(segments: Iterable[SegmentRecord]) -> InitialState:
     state = InitialState()
     for s in segments:
-        state.segments.append(
-            HeldSegment(s.address, s.total_size, s.stream, s.is_small, s.pool_id, s.is_expandable)
-        )
+        state.segments.append(HeldSegment(s.address, s.total_size, s.stream, s.is_small, s.pool_id, s.is_expandable))
         for b in s.blocks:
             if b.state != INACTIVE:
                 state.blocks[b.address] = HeldBlock(b.size, b.requested_size, b.state == ACTIVE_PENDING_FREE)

@@ -73,9 +73,7 @@ def memory_over_time(snapshot: Snapshot, *, device: int = 0) -> "tuple[Figure, s
     figure, axes = _figure(height=3.6)
     reserved = [b / _GIB for b in line.reserved_bytes]
     requested = [b / _GIB for b in line.requested_bytes]
-    axes.step(
-        line.times_s, reserved, where="post", color="#d55e00", linestyle="--", label="reserved by PyTorch"
-    )
+    axes.step(line.times_s, reserved, where="post", color="#d55e00", linestyle="--", label="reserved by PyTorch")
     axes.step(line.times_s, requested, where="post", color="#0072b2", label="requested by tensors")
     if line.oom_events:
         at = [i + 1 for i in line.oom_events]

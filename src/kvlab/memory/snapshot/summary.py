@@ -114,9 +114,7 @@ def compare_snapshots(
     old, new = ({(b.address, b.size): (s, b) for s, b in _used(snap)} for snap in (first, second))
     appeared = [new[key] for key in new.keys() - old.keys()]
     vanished = [old[key] for key in old.keys() - new.keys()]
-    old_segments, new_segments = (
-        {(s.address, s.total_size) for s in snap.segments} for snap in (first, second)
-    )
+    old_segments, new_segments = ({(s.address, s.total_size) for s in snap.segments} for snap in (first, second))
     return SnapshotComparison(
         numbers=_changes(summarise(first, top=0), summarise(second, top=0)),
         segments_added=len(new_segments - old_segments),
