@@ -552,6 +552,10 @@ INNOCENT = [
     "RuntimeError: The expanded size of the tensor (2) must match the existing size (4) at dimension 2.",
     "AssertionError: Torch not compiled with CUDA enabled",
     "tried to allocate time for a review; 2 GiB total capacity; nothing free",
+    "this can also trigger an out of memory error.",
+    "115643 valgrind cannot allocate memory",
+    '    if (!block) die("out of memory");',
+    "MEM_ERROR is returned if not enough memory is available",
 ]
 
 
@@ -564,6 +568,32 @@ def test_a_text_without_a_memory_failure_says_so(text):
         "not_memory",
         [],
     )
+
+
+ANY_PROGRAM = [
+    "RuntimeError: out of memory",
+    "java.lang.OutOfMemoryError: Java heap space",
+    "bash: fork: Cannot allocate memory",
+    "[ERROR] loader: not enough memory",
+    "2026-08-10 14:32:07 FATAL engine failed to start (out of memory)",
+    "Out of memory",
+    "Insufficient memory",
+]
+
+
+@pytest.mark.parametrize("text", ANY_PROGRAM)
+def test_other_programs_failures_are_seen_without_a_family(text):
+    reading = diagnose(text)
+    assert (reading.is_oom, len(reading.events)) == (True, 1)
+    assert reading.family == "unknown"
+
+
+def test_a_figure_that_is_no_number_is_left_out():
+    text = torch_message("1.00 GiB", "23.50 GiB", "0.20 GiB", "22.50 GiB", "0.3..0 GiB", PROCESS.format("2..5 GiB"))
+    text = text.replace("Tried to allocate 1.00", "Tried to allocate -1.00")
+    reading = diagnose(text)
+    assert (reading.tried_bytes, reading.reserved_unallocated_bytes) == (None, None)
+    assert reading.allocated_bytes == 22.5 * GIB
 
 
 def test_live_exceptions_are_read():

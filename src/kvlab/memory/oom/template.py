@@ -41,7 +41,7 @@ UNIT_BYTES = {
 DECIMAL_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 _PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
-_NUMBER = r"-?\d{1,24}(?:,\d{3}(?!\d)){0,6}(?:\.\d{0,12}|,\d{1,12})?"
+_NUMBER = r"(?<!\d)(?<!\d\.)(?<!\.\.)\d{1,24}(?:,\d{3}(?!\d)){0,6}(?:\.\d{0,12}|,\d{1,12})?"
 _UNIT = r"(?:bytes?|[kmgtpe]i?b|[bkmgt](?![a-z0-9]))?"
 _LETTER_UNIT = r"[kmgt]?i?b?"
 
