@@ -22,9 +22,7 @@ class ChunkRoom:
     def of(cls, config: PreTrainedConfig, itemsize: int, limit_bytes: int) -> Self:
         score_bytes = 1 + itemsize  # the boolean mask, and its copy as numbers
         if config._attn_implementation == "eager":
-            score_bytes += config.num_attention_heads * (
-                2 * itemsize + 4
-            )  # scores, and their softmax in fp32
+            score_bytes += config.num_attention_heads * (2 * itemsize + 4)  # scores, and their softmax in fp32
         return cls(limit_bytes, 2 * num_key_value_heads(config) * head_dim(config) * itemsize, score_bytes)
 
     def needed(self, batch: int, q: int, columns: int) -> int:

@@ -82,9 +82,7 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
     }
     name = type(model).__name__
     if not candidates:
-        raise UnsupportedModelError(
-            f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache"
-        )
+        raise UnsupportedModelError(f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache")
     here, there = (_keys_and_values_at(model, position) for position in PROBE_POSITIONS)
     rotations = []
     for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
@@ -112,9 +110,7 @@ def _one_head_wide(config: PreTrainedConfig) -> PreTrainedModel:
             with suppress(AttributeError):  # a property that follows from others
                 setattr(config, name, value)
     with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
@@ -128,11 +124,7 @@ def _keys_and_values_at(model: PreTrainedModel, position: int) -> list[tuple[tor
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _explain(
-    here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str
-) -> Rotation | None:
-    if not here.any():
-        raise UnsupportedModelError(f"the keys of {where} are zero, so they show no rotation; load its weights")
+def _explain(here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str) -> Rotation | None:
     if torch.equal(here, there):
         return None
     distance = torch.tensor(PROBE_POSITIONS[1] - PROBE_POSITIONS[0], device=here.device)
@@ -156,9 +148,7 @@ def _explain(
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Tokens after which the model's RoPE changes its frequencies, so held keys misfit; None if never."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_kind = (
-        parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
-    )
+    by_kind = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     limits = []
     for rope in by_kind:
         kind = rope.get("rope_type", "default")

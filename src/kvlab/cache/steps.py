@@ -81,9 +81,7 @@ class ChunkStep:
         self.starts = [
             ring.progress.seen - pads for pads in ring.progress.pads
         ]  # position of the chunk's first column, by row
-        self.fewest = [
-            max(0, start + 1 - ring.slots) for start in self.starts
-        ]  # evicted before its first query
+        self.fewest = [max(0, start + 1 - ring.slots) for start in self.starts]  # evicted before its first query
         most = [max(0, start + q - ring.slots) for start in self.starts]
         self.turned = ring.turns and max(most) > 0
         self.copies = max(m - f for f, m in zip(self.fewest, most, strict=True)) + 1 if self.turned else 1
@@ -124,9 +122,7 @@ class ChunkStep:
         old = slice(sinks, sinks + self.old)
         self.writes.store_sinks(ring.layer_sinks[layer], keys)
         self.writes.store_sinks(ring.layer_values[layer], values)
-        sink_values = (
-            ring.layer_values[layer][:, :, None, :sinks].expand(-1, -1, self.copies, -1, -1).flatten(2, 3)
-        )
+        sink_values = ring.layer_values[layer][:, :, None, :sinks].expand(-1, -1, self.copies, -1, -1).flatten(2, 3)
         held_keys = torch.cat([self._sink_copies(layer), ring.layer_keys[layer][:, :, old], keys], dim=2)
         held_values = torch.cat([sink_values, ring.layer_values[layer][:, :, old], values], dim=2)
         self.writes.store(ring.layer_keys[layer], keys)
@@ -137,20 +133,15 @@ class ChunkStep:
         """Cosine and sine (b, 1, copies, 1, n) of each copy's turn, for each rotation in the ring."""
         if not self.turned:
             return {}
-        distance = torch.tensor(self.fewest, device=device)[:, None] + torch.arange(
-            self.copies, device=device
-        )
+        distance = torch.tensor(self.fewest, device=device)[:, None] + torch.arange(self.copies, device=device)
         angles = {
-            rotation: rotation.angles(distance)[:, None, :, None]
-            for rotation in set(self.ring.rotations) - {None}
+            rotation: rotation.angles(distance)[:, None, :, None] for rotation in set(self.ring.rotations) - {None}
         }
         return {rotation: (angle.cos(), angle.sin()) for rotation, angle in angles.items()}
 
     def _sink_copies(self, layer: int) -> torch.Tensor:
         """Sink keys (B, H, copies · S, head_dim), each copy turned by its own distance."""
-        sinks = self.ring.layer_sinks[layer][:, :, None, : self.ring.sinks_count].expand(
-            -1, -1, self.copies, -1, -1
-        )
+        sinks = self.ring.layer_sinks[layer][:, :, None, : self.ring.sinks_count].expand(-1, -1, self.copies, -1, -1)
         rotation = self.ring.rotations[layer]
         if rotation in self.turns:
             sinks = rotation.turned(sinks, *self.turns[rotation])

@@ -5,9 +5,13 @@ from typing import Literal
 
 import torch
 from pydantic import BaseModel
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
 from transformers import PretrainedConfig
 
 from kvlab.memory.shape import FootprintError, KVLayer, Shape, shape_of
+
+GIB = 2**30
 
 Dtype = str | torch.dtype
 Logits = Literal["last", "all"]
@@ -61,14 +65,25 @@ class Plan(Footprint):
     `max_tokens` is per sequence at this batch; None if memory sets no limit (every layer has a window).
     """
 
-    model: str
-    gpu: str
     usable_bytes: int
-    subtracted: dict[str, int]
+    usable_note: str
     fits: bool
     max_tokens: int | None
     max_position_embeddings: int | None
     notes: list[str]
+
+    def render(self) -> RenderableType:
+        """The addends, largest first, and the answer, for people."""
+        table = Table("term", Column("GiB", justify="right"), "how")
+        for name, addend in sorted(self.terms.items(), key=lambda term: -term[1]):
+            table.add_row(name, f"{addend / GIB:.3f}", self.formulas[name])
+        table.add_section()
+        table.add_row("total", f"{self.total_bytes / GIB:.3f}", f"not counted: {'; '.join(self.not_counted)}")
+        table.add_row("usable", f"{self.usable_bytes / GIB:.3f}", self.usable_note)
+        most = "any length" if self.max_tokens is None else f"{self.max_tokens} tokens"
+        answer = "fits" if self.fits else "does not fit"
+        reach = f"At batch {self.batch}, {most} per sequence would."
+        return Group(table, f"It {answer}. {reach}", *self.notes)
 
 
 def dtype_name(dtype: Dtype) -> str:
@@ -291,28 +306,24 @@ def _last_that_fits(fits: Callable[[int], bool]) -> int | None:
 
 def plan(
     config: PretrainedConfig,
-    usable_bytes: int,
     batch: int,
     tokens: int,
     dtype: Dtype = "float16",
     *,
-    model: str = "",
-    gpu: str = "",
-    subtracted: dict[str, int] | None = None,
+    usable_bytes: int,
+    usable_note: str = "",
     attention: Attention = "sdpa",
     kv_dtype: Dtype | None = None,
 ) -> Plan:
     """Does a decode step of `batch` sequences of `tokens` tokens fit, and how far would it go?
 
-    usable_bytes: what PyTorch may fill. subtracted: what was taken off the card to get there, for the record.
+    usable_bytes: what PyTorch may fill. usable_note: how that came about, for the record.
     """
     need = footprint(config, batch, tokens, dtype, attention=attention, kv_dtype=kv_dtype)
     return Plan(
         **need.model_dump(),
-        model=model,
-        gpu=gpu,
         usable_bytes=usable_bytes,
-        subtracted=subtracted or {},
+        usable_note=usable_note,
         fits=need.total_bytes <= usable_bytes,
         max_tokens=max_tokens(config, usable_bytes, batch, dtype, attention=attention, kv_dtype=kv_dtype),
         max_position_embeddings=shape_of(config).max_position_embeddings,

@@ -16,6 +16,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvlab.errors import KvlabError
+
 # Layers whose bytes follow from the tensors one short forward leaves in them. Others (compressed layouts of
 # single model families) keep more than that, so they are refused instead of guessed.
 COUNTABLE_LAYERS = (
@@ -33,7 +35,7 @@ PROBE_DTYPE = torch.bfloat16
 PROBE_TOKENS = 3
 
 
-class FootprintError(ValueError):
+class FootprintError(KvlabError, ValueError):
     """The bytes of this model or request cannot be computed; the message says why and what to do."""
 
 

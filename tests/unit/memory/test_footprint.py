@@ -1,10 +1,12 @@
 """The arithmetic of kvlab.memory.footprint against tensors that real, tiny, random models really hold."""
 
+import io
 import weakref
 from itertools import pairwise
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -237,7 +239,7 @@ def test_tied_embeddings_are_counted_once():
 
 
 def test_llama_2_7b_with_four_requests_of_6000_tokens_needs_more_than_24_gib():
-    result = plan(LLAMA_2_7B, 24 * GIB, batch=4, tokens=6000, dtype="float16")
+    result = plan(LLAMA_2_7B, 4, 6000, "float16", usable_bytes=24 * GIB)
     assert result.weights_bytes == 13_476_831_232
     assert result.kv_bytes == 4 * 6000 * 524288
     assert round((result.weights_bytes + result.kv_bytes) / GIB, 2) == 24.27
@@ -248,9 +250,17 @@ def test_llama_2_7b_with_four_requests_of_6000_tokens_needs_more_than_24_gib():
 def test_max_tokens_is_the_last_length_that_fits():
     for config, batch in ((LLAMA_2_7B, 4), (CONFIGS["gemma3-hybrid"], 3)):
         usable = weights_bytes(config, "float16") + 4 * GIB
-        most = plan(config, usable, batch, 1).max_tokens
-        assert plan(config, usable, batch, most).fits
-        assert not plan(config, usable, batch, most + 1).fits
+        most = plan(config, batch, 1, usable_bytes=usable).max_tokens
+        assert plan(config, batch, most, usable_bytes=usable).fits
+        assert not plan(config, batch, most + 1, usable_bytes=usable).fits
+
+
+def test_people_see_every_addend_and_the_answer():
+    console = Console(file=io.StringIO(), width=160)
+    console.print(plan(LLAMA_2_7B, 4, 6000, usable_bytes=24 * GIB, usable_note="as given").render())
+    page = console.file.getvalue()
+    for part in ("kv_full_layers", "11.719", "12.551", "as given", "does not fit", "5861 tokens", "4096 positions"):
+        assert part in page
 
 
 def test_max_tokens_is_zero_without_room_and_none_when_every_layer_has_a_window():

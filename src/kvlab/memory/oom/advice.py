@@ -23,8 +23,8 @@ INDEX_ERROR = [
 ]
 BAD_ADDRESS = ["An invalid address was used; memory did not run out.", "Next: compute-sanitizer COMMAND"]
 SEGMENT = (
-    "What PyTorch tried to allocate is the segment it asks the driver for (2 MiB, 20 MiB or a multiple of 2 MiB), "
-    "not the size of the tensor."
+    "What PyTorch tried to allocate is the segment it asks the driver for (2 MiB, 20 MiB or a multiple "
+    "of 2 MiB), not the size of the tensor."
 )
 
 
@@ -63,7 +63,9 @@ def _reason(cause: Cause, f: Figures, family: Family) -> str:
         case "other_process":
             return "Something else holds memory that this start expects to be free."
         case "device_full" if f.total and f.allocated:
-            return f"This process has {gib(f.allocated)} of {gib(f.total)} allocated; {tried} more does not fit."
+            beside = f" and {gib(f.other)} beside it" if f.other else ""
+            held = f"{gib(f.allocated)}{beside} of {gib(f.total)}"
+            return f"This process has {held} allocated; {tried} more does not fit."
         case "device_full":
             return "The library's own cudaMalloc found the device full; mostly PyTorch's cache holds the rest."
         case "static_pool":
@@ -95,8 +97,8 @@ def _steps(cause: Cause, pool_of: str | None) -> list[str]:
             return ["Next: free -h; then the container's limit (memory.max) and ulimit -v."]
         case "inconsistent_numbers":
             return [
-                "A driver that lends system memory (Windows, WSL, unified memory), a limit that old versions do "
-                "not print, or figures of two moments can explain it: do not compute with them.",
+                "Do not compute with them: a driver that lends system memory (Windows, WSL, unified memory), "
+                "a limit that old versions do not print, or figures of two moments can explain it.",
                 f"Next: {WHO_HOLDS}",
             ]
         case "request_larger_than_device":

@@ -49,13 +49,14 @@ def _cause_from(f: Figures) -> Cause:
         return "fragmentation"
     if not (f.total and f.allocated):
         return "unknown"
-    if f.allocated.bytes >= FULL_SHARE * f.total.bytes:
+    mine = f.allocated.bytes + (f.other.bytes if f.other else 0)
+    if mine >= FULL_SHARE * f.total.bytes:
         return "device_full"
     if f.tried and f.free:
         missing = f.tried.bytes - f.free.bytes
         if held_by_others(f) >= max(missing, FOREIGN_SHARE * f.total.bytes):
             return "other_process"
-    if f.tried and f.allocated.bytes + f.tried.bytes >= NEARLY_FULL_SHARE * f.total.bytes:
+    if f.tried and mine + f.tried.bytes >= NEARLY_FULL_SHARE * f.total.bytes:
         return "device_full"
     return "unknown"
 

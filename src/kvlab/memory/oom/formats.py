@@ -125,7 +125,11 @@ TORCH = (
     Format(
         "torch_mps",
         "MPS backend out of memory",
-        ("MPS allocated: {allocated}, other", "max allowed: {total})", "Tried to allocate {tried}"),
+        (
+            "MPS allocated: {allocated}, other allocations: {other}, max",
+            "max allowed: {total})",
+            "Tried to allocate {tried}",
+        ),
     ),
     Format("torch_mps", "Invalid buffer size: {tried}", cause="request_larger_than_device"),
     Format(
@@ -142,6 +146,8 @@ TORCH = (
     Format("torch_cpu", "what(): std::bad_alloc", cause="host_memory"),
     Format("torch_cpu", "MemoryError: std::bad_alloc", cause="host_memory"),
     Format("torch_cpu", "dataloader's workers are out of shared memory", cause="host_memory"),
+    Format("torch_cpu", "unable to allocate shared memory(shm)", cause="host_memory"),
+    Format("torch_cpu", "The paging file is too small for this operation", cause="host_memory"),
     Format("torch_cpu", "[Errno 12] Cannot allocate memory", cause="host_memory"),
 )
 
@@ -169,7 +175,7 @@ CUDA = (
         is_oom=False,
         follows=True,
     ),
-    Format("cuda_assert", "index {n} is out of bounds for dimension {n} with size {n}", is_oom=False),
+    Format("cuda_assert", "is out of bounds for dimension {n} with size {n}", is_oom=False),
     Format("cuda_assert", "IndexError: index out of range in self", is_oom=False),
     Format("cuda_runtime", "an illegal memory access was encountered", is_oom=False),
     Format("cuda_runtime", "cudaErrorIllegalAddress", is_oom=False),
@@ -177,6 +183,7 @@ CUDA = (
     Format("cuda_driver", "CUDA driver error: out of memory"),
     Format("cuda_driver", "Triton Error [CUDA]: out of memory"),
     Format("cuda_driver", "cuMemAlloc failed: out of memory"),
+    Format("cuda_driver", "cuMemCreate failed: out of memory"),
     Format("cuda_driver", "CUDA Error: out of memory at {*}cumem_allocator"),
     Format(_runtime_owner, "CUDA error: out of memory", ("allocating {tried} on device",)),
     Format(_hip_owner, "HIP error: out of memory"),
@@ -230,9 +237,10 @@ VLLM = (
 SERVERS = (
     Format("tgi", "Not enough memory to handle {n}{*}prefill tokens", cause="kv_capacity"),
     Format("tgi", "Not enough memory to handle max_total_tokens=", cause="kv_capacity"),
+    Format("tgi", "Out of available cache blocks: asked {n}, only {n} free blocks", cause="kv_capacity"),
     Format(
         "tgi",
-        "Not enough VRAM to run the model: Available: {free} - Model {tried}",
+        "Not enough VRAM to run the model: Available: {free:decimal} - Model {tried:decimal}",
         cause="request_larger_than_device",
     ),
     Format(
@@ -264,7 +272,7 @@ SERVERS = (
     Format("sglang", "Not enough GPU memory for hybrid state cache", cause="kv_capacity"),
     Format(
         "sglang",
-        "Not enough host memory available. Requesting {tried:GB1000} GB but only have {free:GB1000} GB free",
+        "Not enough host memory available. Requesting {tried:decimal} but only have {free:decimal} free",
         cause="host_memory",
     ),
     Format("sglang", "The memory capacity is unbalanced", is_oom=None, cause="other_process"),
@@ -279,6 +287,7 @@ SERVERS = (
         ("because no memory is available",),
         cause="kv_capacity",
     ),
+    Format("lmcache", "No eviction candidates found in local cpu backend", cause="kv_capacity", follows=True),
     Format("lmcache", "Failed to allocate memory {during|obj}", cause="kv_capacity", follows=True),
     Format("lmcache", "Memory allocation failed during sync disk load", cause="kv_capacity", follows=True),
 )
@@ -319,8 +328,7 @@ LLAMA_CPP = (
         "allocating {tried} on device {n}: {cudaMalloc|hipMalloc|musaMalloc} failed: out of memory",
     ),
     Format("llama_cpp", "CUDA error 2 at {*}: out of memory"),
-    Format("llama_cpp", "ggml_gallocr_reserve_n{*}failed to allocate {*}buffer of size {tried}", follows=True),
-    Format("llama_cpp", "alloc_tensor_range: failed to allocate {*}buffer of size {tried}", follows=True),
+    Format("llama_cpp", "failed to allocate {w} buffer of size {tried}", follows=True),
     Format("llama_cpp", "ggml_vulkan: Device memory allocation of size {tried} failed"),
     Format("llama_cpp", "vk::Device::allocateMemory: ErrorOutOf{Device|Host}Memory", follows=True),
     Format("llama_cpp", "failed to allocate {*}MiB of pinned memory: out of memory", cause="host_memory"),
@@ -346,7 +354,12 @@ LLAMA_CPP = (
     Format("llama_cpp", "error loading model: unable to allocate", follows=True),
     Format("llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity", follows=True),
     Format("llama_cpp", "failed to find free space in the KV cache", cause="kv_capacity", follows=True),
-    Format("llama_cpp", "KV cache is full", cause="kv_capacity", follows=True),
+    Format(
+        "llama_cpp",
+        "KV cache is full - try increasing it via the context size",
+        cause="kv_capacity",
+        follows=True,
+    ),
     Format("llama_cpp", "Input prompt is too big compared to KV size", cause="kv_capacity", follows=True),
     Format("llama_cpp", "NoKvSlot", cause="kv_capacity", follows=True),
     Format("llama_cpp", "exceeds the available context size", is_oom=None, cause="kv_capacity"),
@@ -358,7 +371,6 @@ LLAMA_CPP = (
 )
 
 COMPILERS = (
-    Format("xla", "Ran out of memory in memory space hbm. Used {tried:x} of {total:x} hbm"),
     Format("xla", "Out of memory {while trying to allocate|trying to allocate} {tried}"),
     Format(
         "unknown",
@@ -366,12 +378,15 @@ COMPILERS = (
         ("limit set to: {limit}",),
     ),
     Format("xla", "Out of memory allocating {tried}"),
+    Format("xla", "Ran out of memory in memory space {w}. Used {tried:x} of {total:x} {hbm|vmem|smem}"),
+    Format("xla", "Failed to allocate {tried} bytes for new constant"),
     Format("xla", "Attempting to {allocate|reserve} {tried:x}{*}That was not possible. There are {free:x} free"),
     Format("xla", "Failed to allocate request for {n}{*}({tried}B) on device"),
     Format("xla", "RESOURCE_EXHAUSTED: {*}out of memory", mention=True),
     Format("tensorflow", "OOM when allocating tensor with shape", ("by allocator",)),
     Format(_bfc_owner, "ran out of memory trying to allocate {tried}"),
     Format("tensorflow", "Dst tensor is not initialized", is_oom=None),
+    Format("tensorflow", "failed to allocate memory [Op:"),
 )
 
 OTHERS = (
@@ -390,11 +405,14 @@ OTHERS = (
     Format("unknown", "There is not enough GPU video memory available", ("allocate tensor with {tried}",)),
     Format("unknown", "Out of memory: Killed process", cause="host_memory"),
     Format("unknown", "cgroup out of memory: Kill", cause="host_memory"),
+    Format("unknown", "oom-kill event", cause="host_memory"),
+    Format("unknown", "oom_kill event", cause="host_memory"),
     Format("unknown", "OOMKilled", cause="host_memory"),
     Format("unknown", "node running low on memory", cause="host_memory"),
     Format("unknown", "kv cache overflow", is_oom=None, cause="kv_capacity"),
     Format("unknown", "Signal 9 (SIGKILL)", is_oom=None),
-    Format("unknown", "exit {code|status} 137", is_oom=None),
+    Format("unknown", "exit code 137", is_oom=None),
+    Format("unknown", "exit status 137", is_oom=None),
     Format("unknown", "out of memory", mention=True),
     Format("unknown", "OutOfMemoryError", mention=True),
     Format("unknown", "insufficient {GPU memory|memory|VRAM}", mention=True),
@@ -404,4 +422,4 @@ OTHERS = (
     Format("unknown", "unable to allocate {GPU memory|memory}", mention=True),
 )
 
-FORMATS = TORCH + CUDA + VLLM + SERVERS + NVIDIA_ENGINES + LLAMA_CPP + COMPILERS + OTHERS
+FORMATS = TORCH + CUDA + VLLM + SERVERS + NVIDIA_ENGINES + OTHERS + LLAMA_CPP + COMPILERS

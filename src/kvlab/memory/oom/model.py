@@ -54,8 +54,8 @@ class Size:
 class Figures:
     """The sizes one message prints; None where it does not say.
 
-    unallocated: reserved by PyTorch but not allocated. limit: a cap set by the user. process: all that this
-    process holds on the device. processes: what each listed process holds, this one among them.
+    unallocated: reserved by PyTorch but not allocated. limit: a cap set by the user. other: held by this
+    process outside PyTorch. process: all that it holds. processes: what each listed one holds, it among them.
     """
 
     tried: Size | None = None
@@ -65,6 +65,7 @@ class Figures:
     reserved: Size | None = None
     unallocated: Size | None = None
     limit: Size | None = None
+    other: Size | None = None
     process: Size | None = None
     processes: tuple[Size, ...] = ()
 

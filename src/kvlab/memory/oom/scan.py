@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvlab.memory.oom.formats import FORMATS, Format
 from kvlab.memory.oom.model import Family, Figures
-from kvlab.memory.oom.template import anchor, compiled, figures_of, size
-from kvlab.memory.oom.text import Block, without_colour
+from kvlab.memory.oom.template import anchor, compiled, figures_of
+from kvlab.memory.oom.text import Block, without_colour, without_prefix
 
 MAX_HITS_PER_BLOCK = 20_000
 MAX_LINE_SHOWN = 240
@@ -20,10 +20,14 @@ TRACEBACK_CHARS = 8000
 LOADING = ("load_model(", "load_weights(", "create_weights(", "make_layers(")
 FOREIGN_WORDS = "fortensorshape"
 
-LISTED_PROCESS = re.compile(r"process\d{1,10}has(\d[\d.]{0,24})([kmgt]?i?b(?:ytes)?)memoryinuse")
+LISTED_PROCESS = "Process {n} has {process} memory in use"
 LOOKS_LIKE_ERROR = re.compile(
     r"error|exception|fatal|fail|abort|crash|killed|panic|exhausted|oom\b"
     r"|cannot|unable|not enough|insufficient|^\W*(?:cuda |hip )?out of memory"
+)
+# What stands before words that any program may write: nothing, or something that announces an error.
+ANNOUNCES_ERROR = re.compile(
+    r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:(\]]\s*$"
 )
 READS_LIKE_ADVICE = re.compile(
     r"\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
@@ -102,8 +106,13 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
         return ends_line and bool(re.fullmatch(r"(?:[\w.]{0,60}\.)?(?:_?array)?", before))
     if entry.mention:
-        line = block.line_at(position).lower()[:2000]
-        return bool(LOOKS_LIKE_ERROR.search(line)) and not READS_LIKE_ADVICE.search(line)
+        line = without_prefix(without_colour(block.line_at(position)))[:2000].lower()
+        if READS_LIKE_ADVICE.search(line):
+            return False
+        before, words, _ = line.partition(entry.start.partition(" {")[0].lower())
+        if entry.family == "unknown":
+            return bool(words and ANNOUNCES_ERROR.search(before))
+        return bool(LOOKS_LIKE_ERROR.search(line))
     return True
 
 
@@ -125,8 +134,9 @@ def _read_figures(entry: Format, squeezed: str, match: re.Match[str], end: int) 
         if detail:
             figures.fill_from(figures_of(detail))
             claimed_until = max(claimed_until, detail.end())
-    listed = LISTED_PROCESS.findall(squeezed, match.start(), end) if figures.total else []
-    figures.processes = tuple(size(number, unit) for number, unit in listed)
+    if figures.total:
+        listed = compiled(LISTED_PROCESS).finditer(squeezed, match.start(), end)
+        figures.processes = tuple(figures_of(process).process for process in listed)
     figures.complete()
     return figures, claimed_until
 

@@ -17,7 +17,19 @@ OVERLAP_LINES = 48
 WRAP_LINES = 10
 NUMBERS_APART = "\x1f"
 HINTS = ("memory", "alloc", "oom", "assert", "bounds", "cublas", "_status_", "_error_", "cuda", "kv", "block")
-HINTS += ("nvml", "buffer", "cache", "context size", "tensor is not", "sequence", "vram", "signal", "exit ")
+HINTS += (
+    "nvml",
+    "buffer",
+    "cache",
+    "context size",
+    "seq",
+    "tensor is not",
+    "vram",
+    "signal",
+    "exit ",
+    "mmap",
+)
+HINTS += ("indexerror", "paging", "constant", "evict")
 
 ANSI = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -32,6 +44,7 @@ PREFIX = re.compile(
     | [A-Z][a-z]{2}\s{1,2}\d{1,2}\s\d\d:\d\d:\d\d\s[\w.-]{1,64}\s[\w./-]{1,64}(?:\[\d{1,8}\])?:
     | \([\w.:-]{1,64}\spid=\d{1,10}(?:,\sip=[\d.]{7,15})?\)
     | \[(?:rank|default|TP|DP|PP)?\d{1,4}\]:?
+    | \[(?:TRT|TRT-LLM|[DEIVW]|RANK\s\d{1,4})\]
     | \[\d{1,4},\d{1,4}\]<std(?:err|out)>:
     | \[?(?:TRACE|DEBUG|INFO|NOTICE|WARNING|WARN|ERROR|CRITICAL|FATAL)\]?:?(?=[\s\[|:-]|$)
     | \[?[\w./-]{1,64}\.(?:py|cc|cpp|rs|go):\d{1,6}\]
