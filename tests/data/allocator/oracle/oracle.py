@@ -6,7 +6,7 @@ replaced by ``fake_cudart.c``. Needed, none of it kept here: g++; a CUDA wheel o
 nvidia-cuda-runtime and nvidia-cuda-crt of CUDA 13.
 
     python oracle.py fuzz   --torch DIR/torch --cuda-include DIR --programs 1000 --length 1500
-    python oracle.py record --torch DIR/torch --cuda-include DIR --programs 24 --length 400 OUT.json.gz
+    python oracle.py record --torch DIR/torch --cuda-include DIR --programs 24 --length 300 --out OUT.json.gz
 
 ``--torch`` may be given several times; the release is read from its ``version.py``.
 """
@@ -109,7 +109,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("fuzz", "record"))
-    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--torch", type=Path, action="append", required=True)
     parser.add_argument("--cuda-include", type=Path, required=True)
     parser.add_argument("--programs", type=int, default=100)
