@@ -3,10 +3,11 @@
 from kvlab.memory.allocator.core import CachingAllocator, InvalidPointerError
 from kvlab.memory.allocator.device import Device, GpuProcess
 from kvlab.memory.allocator.export import memory_summary
-from kvlab.memory.allocator.messages import CudaOutOfMemoryError
+from kvlab.memory.allocator.messages import AbsurdRequestError, CudaOutOfMemoryError
 from kvlab.memory.allocator.settings import AllocatorSettings, SettingError
 
 __all__ = [
+    "AbsurdRequestError",
     "AllocatorSettings",
     "CachingAllocator",
     "CudaOutOfMemoryError",

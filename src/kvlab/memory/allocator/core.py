@@ -10,7 +10,7 @@ from kvlab.errors import KvlabError
 from kvlab.memory.allocator import expandable
 from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.export import export_snapshot
-from kvlab.memory.allocator.messages import CudaOutOfMemoryError
+from kvlab.memory.allocator.messages import AbsurdRequestError, CudaOutOfMemoryError
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, PENDING, Block, BlockPool, PoolId
 from kvlab.memory.allocator.reclaim import collect_garbage, release_cached, release_oversize
 from kvlab.memory.allocator.settings import AllocatorSettings
@@ -19,6 +19,7 @@ from kvlab.memory.allocator.stats import DeviceStats, change
 from kvlab.memory.allocator.streams import PendingFrees
 
 _LARGEST_SIZE = (1 << 64) - 1
+_ONE_EXABYTE = 1 << 60
 
 
 class InvalidPointerError(KvlabError, ValueError):
@@ -54,11 +55,16 @@ class CachingAllocator:
 
     # What a program does
 
-    def malloc(self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()) -> int:
-        """Allocate and return the address. Raises CudaOutOfMemoryError with PyTorch's own message.
+    def malloc(
+        self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()
+    ) -> int:
+        """Allocate and return the address; 0 bytes get no memory and the address 0.
 
+        Raises CudaOutOfMemoryError, or from 2^60 bytes AbsurdRequestError, with PyTorch's own message.
         ``frames`` is kept with the block, as a recording keeps the stack of an allocation.
         """
+        if not 0 < requested_bytes < _ONE_EXABYTE:
+            return _odd_request(requested_bytes)
         if self.pending:
             self.complete_pending()
         divisions = self.settings.divisions(requested_bytes) if self._by_division else 0
@@ -77,6 +83,8 @@ class CachingAllocator:
 
     def free(self, address: int) -> None:
         """Free the block at ``address``; it stays active while a recorded stream still works on it."""
+        if address == 0:
+            return
         block = self.free_request(address)
         if block.stream_uses:
             self.pending.wait(block)
@@ -408,3 +416,11 @@ class CachingAllocator:
             return self._allocated[address]
         except KeyError:
             raise InvalidPointerError(f"invalid device pointer: {address:#x}") from None
+
+
+def _odd_request(requested_bytes: int) -> int:
+    if requested_bytes == 0:
+        return 0
+    if requested_bytes < 0:
+        raise KvlabError(f"cannot allocate {requested_bytes} bytes")
+    raise AbsurdRequestError

@@ -3,7 +3,6 @@ segment."""
 
 from dataclasses import dataclass, field
 
-_FIRST_SEGMENT_ADDRESS = 0x7F00_0000_0000
 _ADDRESS_GRAIN_BYTES = 2 << 20
 
 
@@ -28,8 +27,8 @@ class Device:
     other_bytes: int = 0
     index: int = 0
     processes: tuple[GpuProcess, ...] = ()
+    next_address: int = field(default=0x7F00_0000_0000, repr=False)
     held_bytes: int = field(default=0, init=False)
-    _next_address: int = field(default=_FIRST_SEGMENT_ADDRESS, init=False, repr=False)
 
     @property
     def free_bytes(self) -> int:
@@ -49,8 +48,8 @@ class Device:
 
     def reserve_addresses(self, size_bytes: int) -> int:
         """A range of addresses without memory that no one else gets (cuMemAddressReserve)."""
-        address = self._next_address
-        self._next_address += -(-size_bytes // _ADDRESS_GRAIN_BYTES) * _ADDRESS_GRAIN_BYTES
+        address = self.next_address
+        self.next_address += -(-size_bytes // _ADDRESS_GRAIN_BYTES) * _ADDRESS_GRAIN_BYTES
         return address
 
     def map(self, address: int, size_bytes: int) -> bool:

@@ -42,20 +42,22 @@ class CudaOutOfMemoryError(KvlabError):
         self.allocated_bytes = allocated_bytes
         self.reserved_bytes = reserved_bytes
         self.limit_bytes = limit_bytes
-        allowed = "" if limit_bytes is None else f"{format_size(limit_bytes)} allowed; "
-        in_private_pools = (
-            f"with {format_size(private_pool_bytes)} allocated in private pools (e.g., CUDA Graphs), "
-            if private_pool_bytes
-            else ""
-        )
-        unallocated = reserved_bytes - allocated_bytes - private_pool_bytes
+        in_use_bytes = allocated_bytes + private_pool_bytes
         super().__init__(
-            f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}. GPU {device} has a total"
-            f" capacity of {format_size(total_bytes)} of which {format_size(free_bytes)} is free."
-            f" {_in_use(processes)}{allowed}Of the allocated memory"
-            f" {format_size(allocated_bytes + private_pool_bytes)} is allocated by PyTorch, {in_private_pools}"
-            f"and {format_size(unallocated)} is reserved by PyTorch but unallocated.{_ADVICE}"
+            f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}."
+            f" GPU {device} has a total capacity of {format_size(total_bytes)}"
+            f" of which {format_size(free_bytes)} is free. {_in_use(processes)}{_allowed(limit_bytes)}"
+            f"Of the allocated memory {format_size(in_use_bytes)} is allocated by PyTorch,"
+            f" {_in_private_pools(private_pool_bytes)}and {format_size(reserved_bytes - in_use_bytes)}"
+            f" is reserved by PyTorch but unallocated.{_ADVICE}"
         )
+
+
+class AbsurdRequestError(KvlabError):
+    """A request of 2^60 bytes or more, which PyTorch refuses before it looks at the card."""
+
+    def __init__(self) -> None:
+        super().__init__("CUDA out of memory. Tried to allocate more than 1EB memory.")
 
 
 def _in_use(processes: Iterable[GpuProcess]) -> str:
@@ -64,3 +66,13 @@ def _in_use(processes: Iterable[GpuProcess]) -> str:
         f" {format_size(p.used_bytes)} memory in use. "
         for p in processes
     )
+
+
+def _allowed(limit_bytes: int | None) -> str:
+    return "" if limit_bytes is None else f"{format_size(limit_bytes)} allowed; "
+
+
+def _in_private_pools(size_bytes: int) -> str:
+    if not size_bytes:
+        return ""
+    return f"with {format_size(size_bytes)} allocated in private pools (e.g., CUDA Graphs), "

@@ -71,8 +71,6 @@ def collect_garbage(allocator: "CachingAllocator", limit: int) -> None:
     """
     threshold = int(allocator.settings.garbage_collection_threshold * limit)
     target, pool = allocator.reserved_bytes - threshold, allocator.pools_of()[1]
-    if target <= 0:
-        return
     idle = [b for b in pool.free_blocks() if not b.is_split]
     reclaimed, freed = 0, True
     while reclaimed < target and freed and idle:

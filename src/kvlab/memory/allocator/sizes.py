@@ -31,11 +31,7 @@ def round_size(requested_bytes: int, divisions: int = 0) -> int:
 def _round_to_division(size: int, divisions: int) -> int:
     """``size`` rounded up to a step of its power of two (``roundup_power2_next_division``)."""
     power = 1 << (size.bit_length() - 1)
-    if size == power:
-        return size
     step = power >> (divisions.bit_length() - 1)
-    if step == 0:
-        return power * 2
     return -(-size // step) * step
 
 

@@ -11,6 +11,8 @@ from kvlab.memory.replay.held import InitialState
 from kvlab.memory.replay.restore import restore
 from kvlab.memory.replay.result import ReplayOom
 
+_BEYOND_RECORDED_ADDRESSES = 1 << 64
+
 
 def run_on_card(
     recording: Recording, initial: InitialState, settings: AllocatorSettings, gpu_memory_bytes: int
@@ -20,7 +22,7 @@ def run_on_card(
     The recording says what is asked for, freed and used on which stream; when to grow, to flush and to
     retry is the model's decision. A recorded run of cudaFrees counts as the program's ``empty_cache``.
     """
-    device = Device(total_bytes=gpu_memory_bytes)
+    device = Device(total_bytes=gpu_memory_bytes, next_address=_BEYOND_RECORDED_ADDRESSES)
     allocator = CachingAllocator(device, settings)
     waiting = restore(allocator, initial, recording.range_begins(initial))
     for address, block in waiting.items():
@@ -70,6 +72,6 @@ def _dead_on_arrival(reserved_bytes: int, gpu_memory_bytes: int) -> ReplayOom:
         tried_bytes=reserved_bytes,
         message=(
             f"The recording begins with {format_size(reserved_bytes)} in segments that are in use, more than"
-            f" the {format_size(gpu_memory_bytes)} of this card: the run would have died before its first event."
+            f" the {format_size(gpu_memory_bytes)} of this card: the run would have died before that."
         ),
     )

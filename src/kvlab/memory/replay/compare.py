@@ -18,7 +18,7 @@ from kvlab.memory.replay.rollback import InconsistentTraceError, roll_back
 from kvlab.memory.snapshot.records import ACTIVE_ALLOCATED, INACTIVE, SegmentRecord, TraceEvent
 
 _UNBOUNDED_BYTES = 1 << 60
-_UNRECORDED_ADDRESS = 1 << 62
+_UNRECORDED_ADDRESS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class _RecordedDevice(Device):
     time."""
 
     def __init__(self) -> None:
-        super().__init__(total_bytes=_UNBOUNDED_BYTES)
-        self._next_address = _UNRECORDED_ADDRESS
+        super().__init__(total_bytes=_UNBOUNDED_BYTES, next_address=_UNRECORDED_ADDRESS)
         self.recorded: deque[TraceEvent] = deque()
         self.matched = 0
 

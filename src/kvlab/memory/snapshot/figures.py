@@ -54,10 +54,14 @@ def _map_sentence(snapshot: Snapshot, drawn: int) -> str:
     s = summarise(snapshot, top=0)
     shown = f"the {drawn} largest of {s.segment_count} segments" if drawn < s.segment_count else _count(drawn)
     return (
-        f"Address map of {shown}: {s.allocated_bytes / _MIB:,.1f} MiB of {s.reserved_bytes / _MIB:,.1f} MiB"
-        f" reserved are allocated; the {s.free_bytes / _MIB:,.1f} MiB free lie in {s.free_block_count} blocks,"
-        f" the largest {s.largest_free_block_bytes / _MIB:,.1f} MiB, so fragmentation is {s.fragmentation:.2f}."
+        f"Address map of {shown}: {_mib(s.allocated_bytes)} of {_mib(s.reserved_bytes)} reserved are"
+        f" allocated; the {_mib(s.free_bytes)} free lie in {s.free_block_count} blocks, the largest"
+        f" {_mib(s.largest_free_block_bytes)}, so fragmentation is {s.fragmentation:.2f}."
     )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / _MIB:,.1f} MiB"
 
 
 def _count(segments: int) -> str:
@@ -89,11 +93,10 @@ def memory_over_time(snapshot: Snapshot, *, device: int = 0) -> "tuple[Figure, s
     axes.set_ylabel("GiB")
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")
-    events = len(line.times_s) - 1
     return figure, (
-        f"Memory over {events:,} events: tensors ask for {requested[0]:.2f} GiB at first, {max(requested):.2f}"
-        f" GiB at most and {requested[-1]:.2f} GiB at the end; PyTorch reserves {reserved[0]:.2f} GiB at first"
-        f" and {max(reserved):.2f} GiB at most; {_ooms(len(line.oom_events))}."
+        f"Memory over {len(line.times_s) - 1:,} events: tensors ask for {requested[0]:.2f} GiB at first,"
+        f" {max(requested):.2f} GiB at most and {requested[-1]:.2f} GiB at the end; PyTorch reserves"
+        f" {reserved[0]:.2f} GiB at first and {max(reserved):.2f} GiB at most; {_ooms(len(line.oom_events))}."
     )
 
 

@@ -31,7 +31,7 @@ def load_plain(data: bytes, *, max_containers: int) -> Any:
         return _Unpickler(io.BytesIO(data)).load()
     except PlainPickleError:
         raise
-    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except _DAMAGE as error:
         raise PlainPickleError(f"the pickle is damaged ({type(error).__name__})") from None
 
 
@@ -60,6 +60,19 @@ def _containers_at_most(data: bytes) -> int:
     return data.count(b"}") + data.count(b"]") + min(data.count(b"("), data.count(b"d") + data.count(b"l"))
 
 
+_DAMAGE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+"""What the unpickler raises over instructions that are each plain but make no sense together."""
+
+
 class _Unpickler(pickle.Unpickler):
     """The second lock: no class, no persistent id, no buffer."""
 
@@ -86,7 +99,7 @@ _PLAIN = re.compile(
     b"(?s:"
     + b"|".join(
         (
-            rb"\((?:" + _INTEGER + b")*t",  # TUPLE
+            rb"\((?:" + _INTEGER + b")*+t",  # TUPLE
             b"h.",  # BINGET
             rb"\x94",  # MEMOIZE
             b"q.",  # BINPUT
@@ -100,7 +113,7 @@ _PLAIN = re.compile(
             _sized(b"X", rb"\x00\x00\x00", range(256)),  # BINUNICODE
             rb"G.{8}",  # BINFLOAT
             rb"[N\x88\x89)]",  # NONE, NEWTRUE, NEWFALSE, EMPTY_TUPLE
-            rb"\x95.{8}",  # FRAME
+            rb"\x95.{5}\x00{3}",  # FRAME
             rb"V[^\n]*\n",  # UNICODE
             rb"F[-+.\dA-Za-z]{1,40}\n",  # FLOAT
             rb"[pg]\d{1,7}\n",  # PUT, GET
