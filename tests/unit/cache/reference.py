@@ -29,10 +29,7 @@ class Rope:
         frequency = self.theta ** (-torch.arange(0, self.dims, 2, dtype=torch.float64) / self.dims)
         angle = position[..., None].double() * frequency
         turned, rest = x[..., : self.dims].double(), x[..., self.dims :]
-        if self.interleaved:
-            pairs = turned.unflatten(-1, (-1, 2))
-        else:
-            pairs = turned.unflatten(-1, (2, -1)).transpose(-1, -2)
+        pairs = turned.unflatten(-1, (-1, 2)) if self.interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
         after = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * torch.exp(1j * angle))
         flat = after if self.interleaved else after.transpose(-1, -2)
         return torch.cat([flat.flatten(-2).to(x.dtype), rest], dim=-1)

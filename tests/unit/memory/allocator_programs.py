@@ -204,9 +204,7 @@ def answers(program: Program) -> list[str]:
         )
         kind = f"{int(not head.pool.is_small)} {int(head.expandable is not None)}"
         lines.append(f"segment {head.address} {' '.join(map(str, sizes))} {head.stream} {kind}")
-        lines += [
-            f"block {b.size} {b.requested} {int(b.state == ALLOCATED)} {int(b.state != FREE)}" for b in blocks
-        ]
+        lines += [f"block {b.size} {b.requested} {int(b.state == ALLOCATED)} {int(b.state != FREE)}" for b in blocks]
     return lines
 
 
@@ -221,6 +219,4 @@ COUNTS = (
 
 
 def _stat_line(stats: dict[str, int], name: str) -> str:
-    return f"stat {name} " + " ".join(
-        str(stats[f"{name}.{p}"]) for p in ("current", "peak", "allocated", "freed")
-    )
+    return f"stat {name} " + " ".join(str(stats[f"{name}.{p}"]) for p in ("current", "peak", "allocated", "freed"))

@@ -12,9 +12,7 @@ MODEL_SNAPSHOT = Path(__file__).parents[2] / "data" / "allocator" / "model-run.p
 def folder() -> Path | None:
     named = os.environ.get("KVLAB_SHARED_DATA")
     places = [Path(named)] if named else [parent / "shared" / "data" for parent in Path(__file__).parents]
-    return next(
-        (place / "snapshots" for place in places if (place / "snapshots" / "index.json").exists()), None
-    )
+    return next((place / "snapshots" for place in places if (place / "snapshots" / "index.json").exists()), None)
 
 
 def entries() -> list[dict]:

@@ -57,9 +57,7 @@ def test_printing_the_table_changes_nothing_in_torch():
 def test_the_counters_have_pytorchs_names():
     stats = fragmented().memory_stats()
     pools, parts = ("all", "large_pool", "small_pool"), ("allocated", "current", "freed", "peak")
-    metrics = (
-        "active active_bytes allocated_bytes allocation inactive_split inactive_split_bytes requested_bytes"
-    )
+    metrics = "active active_bytes allocated_bytes allocation inactive_split inactive_split_bytes requested_bytes"
     for metric in (*metrics.split(), "reserved_bytes", "segment"):
         assert {f"{metric}.{pool}.{part}" for pool in pools for part in parts} <= stats.keys()
     assert list(stats) == sorted(stats)
@@ -70,9 +68,7 @@ def test_pytorchs_viewers_read_the_snapshot():
     assert "total_reserved: 60.0MiB\ntotal_allocated: 25.0MiB" in _memory_viz.segsum(snapshot)
     assert "raise OutOfMemory" in _memory_viz.trace(snapshot)
     assert "server.py:7:prefill 5242880" in _memory_viz.segments(snapshot, format_flamegraph=str)
-    assert "<html" in _memory_viz.trace_plot(snapshot).lower() or "<script" in _memory_viz.trace_plot(
-        snapshot
-    )
+    assert "<html" in _memory_viz.trace_plot(snapshot).lower() or "<script" in _memory_viz.trace_plot(snapshot)
     assert len(_memory_viz.segment_plot(snapshot)) > 1000
     same = _memory_viz.compare(snapshot["segments"], snapshot["segments"], format_flamegraph=str)
     assert same == ""

@@ -34,9 +34,7 @@ def test_the_recorded_programs_reach_every_part_of_the_allocator():
     assert {case["program"]["torch"] for case in CASES} == set(TIE_BREAKS)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "other"), [("2.11.0", "2.13.0"), ("2.12.0", "2.11.0"), ("2.13.0", "2.12.0")]
-)
+@pytest.mark.parametrize(("recorded", "other"), [("2.11.0", "2.13.0"), ("2.12.0", "2.11.0"), ("2.13.0", "2.12.0")])
 def test_the_rule_of_another_release_does_not_answer_so(recorded, other):
     cases = [case for case in CASES if case["program"]["torch"] == recorded]
     assert any(answers(program_of(case, torch=other)) != case["answers"] for case in cases)

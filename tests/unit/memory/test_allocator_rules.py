@@ -607,9 +607,7 @@ def test_the_message_names_the_segment_not_the_tensor():
 
 def test_five_mib_are_refused_as_twenty():
     allocator = make(total=10 * MIB)
-    assert str(fails(allocator.malloc, 5 * MIB)).startswith(
-        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU"
-    )
+    assert str(fails(allocator.malloc, 5 * MIB)).startswith("CUDA out of memory. Tried to allocate 20.00 MiB. GPU")
 
 
 def test_the_message_names_the_limit_and_the_processes():
@@ -637,9 +635,7 @@ def test_the_message_counts_free_memory_of_private_pools_as_allocated():
 
 
 def test_an_absurd_request_has_its_own_message():
-    with pytest.raises(
-        AbsurdRequestError, match=r"^CUDA out of memory\. Tried to allocate more than 1EB memory\.$"
-    ):
+    with pytest.raises(AbsurdRequestError, match=r"^CUDA out of memory\. Tried to allocate more than 1EB memory\.$"):
         make().malloc(1 << 60)
 
 

@@ -115,7 +115,7 @@ def test_rest_that_an_older_block_had_absorbed_is_found_again():
         allocator.malloc(20 * MIB)
 
     snapshot = recording(build, max_history=4)
-    assert [e["action"] for e in snapshot["device_traces"][0]][0] == "alloc"
+    assert next(e["action"] for e in snapshot["device_traces"][0]) == "alloc"
     result = replay(parse_snapshot(snapshot))
     assert (result.exact, result.reason) == (True, None)
 
@@ -161,9 +161,7 @@ def test_a_final_state_that_does_not_follow_is_noticed():
     result = replay(parse_snapshot(snapshot))
     assert (last["action"], result.exact) == ("alloc", False)
     assert "final layout differs" in result.reason
-    snapshot["device_traces"][0].append(
-        {"action": "alloc", "addr": 1 << 40, "size": 512, "stream": 0, "time_us": 1}
-    )
+    snapshot["device_traces"][0].append({"action": "alloc", "addr": 1 << 40, "size": 512, "stream": 0, "time_us": 1})
     result = replay(parse_snapshot(snapshot))
     assert result.exact is None
     assert "does not lead to the final state" in result.reason

@@ -91,9 +91,7 @@ def mutate(data, rng):
             case 4:
                 out[at:at] = out[at : at + rng.choice((3, 30, 300))]
             case 5:
-                out[at] = rng.choice(
-                    b"ciobRPQ(){}[]lduets.0129\x80\x81\x82\x85\x86\x87\x8a\x8c\x93\x94\x95\x97"
-                )
+                out[at] = rng.choice(b"ciobRPQ(){}[]lduets.0129\x80\x81\x82\x85\x86\x87\x8a\x8c\x93\x94\x95\x97")
             case 6:
                 del out[at:]
         if not out:
@@ -116,9 +114,7 @@ plain = st.recursive(
     | st.floats()
     | st.sampled_from(sorted(NAMES))
     | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(sorted(NAMES)), inner, max_size=6)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(sorted(NAMES)), inner, max_size=6),
     max_leaves=30,
 )
 
@@ -139,9 +135,7 @@ def test_any_plain_pickle_reads_as_the_object_it_was(raw, protocol):
     try:
         assert repr(read_snapshot(data, LIMITS).settings["x"]) == repr(raw)
     except SnapshotError as error:
-        assert "absurd" in str(error) or "cut short or damaged" in str(error), (
-            "only numbers beyond 2^64 may fail"
-        )
+        assert "absurd" in str(error) or "cut short or damaged" in str(error), "only numbers beyond 2^64 may fail"
         assert any(abs(n) > 2**60 for n in numbers(raw))
 
 
@@ -165,6 +159,4 @@ if __name__ == "__main__":
         before = time.perf_counter()
         total[use(mutate(files[number % len(files)], rng))] += 1
         slowest = max(slowest, time.perf_counter() - before)
-    print(
-        f"{count:,} inputs in {time.perf_counter() - start:.0f} s, the slowest {slowest:.2f} s: {dict(total)}"
-    )
+    print(f"{count:,} inputs in {time.perf_counter() - start:.0f} s, the slowest {slowest:.2f} s: {dict(total)}")

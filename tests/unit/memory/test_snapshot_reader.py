@@ -55,9 +55,7 @@ def test_json_is_read_and_is_equal():
         assert read_snapshot(encoded.encode()) == parse_snapshot(raw)
 
 
-@pytest.mark.parametrize(
-    "encode", [pickle.dumps, lambda raw: json.dumps(raw).encode()], ids=["pickle", "json"]
-)
+@pytest.mark.parametrize("encode", [pickle.dumps, lambda raw: json.dumps(raw).encode()], ids=["pickle", "json"])
 def test_gzip_is_read(encode, tmp_path):
     raw = model_snapshot()
     path = tmp_path / "snapshot.gz"
@@ -79,8 +77,14 @@ def test_torch_2_0_keeps_request_and_frames_in_a_history():
         {"size": 2 * MIB - 1024, "state": "inactive"},
     ]
     segment = {
-        **{"device": 0, "address": 0x7000, "total_size": 2 * MIB, "stream": 0, "segment_type": "small"},
-        **{"allocated_size": 1024, "active_size": 1024, "blocks": blocks},
+        "device": 0,
+        "address": 0x7000,
+        "total_size": 2 * MIB,
+        "stream": 0,
+        "segment_type": "small",
+        "allocated_size": 1024,
+        "active_size": 1024,
+        "blocks": blocks,
     }
     trace = [{"action": "alloc", "addr": 0x7000, "size": 1000, "stream": 0, "frames": frames}]
     snapshot = read_snapshot(pickle.dumps({"segments": [segment], "device_traces": [trace]}, 2))

@@ -154,7 +154,7 @@ def test_a_large_address_map_shows_the_largest_segments_and_says_so():
     allocator = build(extra=[n * MIB for n in range(10, 40, 2)])
     figure, text = address_map(snapshot_of(allocator), max_segments=5)
     assert "the 5 largest of 16 segments" in text
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][0] == "38 MiB"
+    assert next(label.get_text() for label in figure.axes[0].get_yticklabels()) == "38 MiB"
 
 
 def test_blocks_that_wait_for_a_stream_are_told_apart_without_colour():

@@ -148,9 +148,7 @@ def test_a_prompt_in_chunks_needs_less_at_once():
 def test_eager_attention_materialises_the_scores():
     scores = 2 * 4 * 300 * 300 * 2
     for implementation, present in (("eager", True), ("sdpa", False)):
-        trace = capture_generation(
-            TINY, growing, batch_size=2, prompt_tokens=300, attn_implementation=implementation
-        )
+        trace = capture_generation(TINY, growing, batch_size=2, prompt_tokens=300, attn_implementation=implementation)
         assert (scores in sizes(trace, "prefill")) is present
 
 
@@ -177,9 +175,7 @@ def test_phases_are_told_apart():
         terms={},
     )
     outcome, _ = run_on(trace, Device(GIB))
-    assert [
-        (p.phase, p.peak_allocated_bytes // MIB, p.end_allocated_bytes // MIB) for p in outcome.phases
-    ] == [
+    assert [(p.phase, p.peak_allocated_bytes // MIB, p.end_allocated_bytes // MIB) for p in outcome.phases] == [
         ("load", 30, 30),
         ("run", 70, 30),
         ("end", 35, 35),

@@ -55,9 +55,7 @@ class CachingAllocator:
 
     # What a program does
 
-    def malloc(
-        self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()
-    ) -> int:
+    def malloc(self, requested_bytes: int, stream: int = 0, *, pool_id: PoolId = DEFAULT_POOL, frames: Any = ()) -> int:
         """Allocate and return the address; 0 bytes get no memory and the address 0.
 
         Raises CudaOutOfMemoryError, or from 2^60 bytes AbsurdRequestError, with PyTorch's own message.

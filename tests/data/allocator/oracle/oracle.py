@@ -47,9 +47,7 @@ class Oracle:
         include = [f"-I{cuda_include}", f"-I{torch / 'include'}"]
         sources = [str(HERE / "fake_cudart.c"), str(HERE / "fake_cudart_rest.c")]
         link = [f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={symbols}"]
-        subprocess.run(
-            ["gcc", "-shared", "-fPIC", "-O1", *include, *sources, "-o", runtime, *link], check=True
-        )
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", *include, *sources, "-o", runtime, *link], check=True)
         libraries = [f"-L{torch / 'lib'}", "-lc10_cuda", "-lc10", str(runtime)]
         rpath = f"-Wl,-rpath,{folder}:{torch / 'lib'}"
         command = ["g++", "-std=c++20", "-O1", "-w", *include, HERE / "driver.cpp", "-o", self._binary]
@@ -63,9 +61,7 @@ class Oracle:
             "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0",
         }
         text = "\n".join(program.commands) + "\n"
-        run = subprocess.run(
-            [self._binary], input=text, capture_output=True, text=True, env=environment, check=True
-        )
+        run = subprocess.run([self._binary], input=text, capture_output=True, text=True, env=environment, check=True)
         return run.stdout.splitlines()
 
 
@@ -87,9 +83,7 @@ def fuzz(oracles: list[Oracle], count: int, length: int, seed: int) -> int:
             pairs = enumerate(zip(expected, got, strict=False))
             at, (theirs, ours) = next(((i, p) for i, p in pairs if p[0] != p[1]), (0, ("length", "length")))
             print(f"{oracle.release} {program.settings!r}, line {at}:\n  PyTorch {theirs}\n  model   {ours}")
-    print(
-        f"{count} programs, {seen['commands']:,} commands, {seen['trace']:,} actions, {seen['oom']:,} errors"
-    )
+    print(f"{count} programs, {seen['commands']:,} commands, {seen['trace']:,} actions, {seen['oom']:,} errors")
     print(f"{seen['programs that differ']} programs differ")
     return int(seen["programs that differ"] > 0)
 
@@ -105,9 +99,7 @@ def record(oracles: list[Oracle], count: int, length: int, seed: int, out: Path)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("fuzz", "record"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--torch", type=Path, action="append", required=True)
