@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvlab.cli import app
+from kvlab.cli import app, main
 
 
 def kvlab(*arguments: str, stdin: str = "", cwd=None) -> subprocess.CompletedProcess:
@@ -80,15 +80,26 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD, ids=" ".join)
-def test_bad_input_is_one_line_and_exit_2(arguments):
-    done = kvlab(*arguments)
-    assert done.returncode == 2
-    assert BAD[arguments] in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
+def test_bad_input_is_one_line_and_exit_2(arguments, monkeypatch, capsys):
+    assert_refused(arguments, BAD[arguments], monkeypatch, capsys)
 
 
-def test_a_folder_without_a_config_is_named(tmp_path):
-    done = kvlab("plan", "--model", str(tmp_path), "--gpu-memory", "3GiB", "--batch", "1", "--tokens", "3")
-    assert done.returncode == 2
-    assert "has no config.json" in done.stderr
+def test_a_folder_without_a_config_is_named(tmp_path, monkeypatch, capsys):
+    arguments = ("plan", "--model", str(tmp_path), "--gpu-memory", "3GiB", "--batch", "1", "--tokens", "3")
+    assert_refused(arguments, "has no config.json", monkeypatch, capsys)
+
+
+def assert_refused(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvlab", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_the_installed_command_refuses_in_one_line_too():
+    done = kvlab("labs", "--nope")
+    assert (done.returncode, done.stderr) == (2, "kvlab: No such option: --nope\n")
