@@ -1,4 +1,5 @@
-"""A recording is replayed from its first event; what agrees, what does not, and what another card would say."""
+"""A recording is replayed from its first event; what agrees, what does not, and what another card would
+say."""
 
 import copy
 
@@ -115,7 +116,7 @@ def test_rest_that_an_older_block_had_absorbed_is_found_again():
         allocator.malloc(20 * MIB)
 
     snapshot = recording(build, max_history=4)
-    assert [e["action"] for e in snapshot["device_traces"][0]][0] == "alloc"
+    assert snapshot["device_traces"][0][0]["action"] == "alloc"
     result = replay(parse_snapshot(snapshot))
     assert (result.exact, result.reason) == (True, None)
 

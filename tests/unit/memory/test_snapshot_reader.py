@@ -1,4 +1,5 @@
-"""A snapshot of any generation is read; everything else is refused in one line, and nothing in it is executed."""
+"""A snapshot of any generation is read; everything else is refused in one line, and nothing in it is
+executed."""
 
 import gzip
 import io
@@ -79,8 +80,14 @@ def test_torch_2_0_keeps_request_and_frames_in_a_history():
         {"size": 2 * MIB - 1024, "state": "inactive"},
     ]
     segment = {
-        **{"device": 0, "address": 0x7000, "total_size": 2 * MIB, "stream": 0, "segment_type": "small"},
-        **{"allocated_size": 1024, "active_size": 1024, "blocks": blocks},
+        "device": 0,
+        "address": 0x7000,
+        "total_size": 2 * MIB,
+        "stream": 0,
+        "segment_type": "small",
+        "allocated_size": 1024,
+        "active_size": 1024,
+        "blocks": blocks,
     }
     trace = [{"action": "alloc", "addr": 0x7000, "size": 1000, "stream": 0, "frames": frames}]
     snapshot = read_snapshot(pickle.dumps({"segments": [segment], "device_traces": [trace]}, 2))
