@@ -59,7 +59,7 @@ def _request_free(allocator: CachingAllocator, recorded_address: int, address: i
     try:
         _wait(allocator, recorded_address, allocator.free_request(address))
     except InvalidPointerError:
-        return  # the trace frees what it did not allocate, which ``compare`` reports
+        return  # The trace frees what it did not allocate; ``compare`` has reported that.
 
 
 def _wait(allocator: CachingAllocator, address: int, block: Block) -> None:

@@ -1,5 +1,4 @@
-"""Read a snapshot that anyone may have made: pickle or JSON, gzip or not, torch 2.0 to 2.13; nothing is
-executed."""
+"""Read a snapshot anyone may have made, executing nothing: pickle, JSON, gzip; torch 2.0 to 2.13."""
 
 import json
 import zlib
