@@ -774,3 +774,11 @@ def test_settings_survive_a_snapshot():
     settings = AllocatorSettings.parse(text)
     assert AllocatorSettings.from_snapshot(settings.as_snapshot()) == settings
     assert AllocatorSettings.from_snapshot(None) == AllocatorSettings()
+
+
+def test_recorded_settings_of_the_wrong_kind_count_as_not_recorded():
+    for key in AllocatorSettings().as_snapshot():
+        for value in (None, "", "x", -7, 1.5, [], {"1": "x"}, float("nan")):
+            AllocatorSettings.from_snapshot({key: value})
+    wrong = {"max_split_size": "x", "roundup_power2_divisions": {"1": ""}, "expandable_segments": "True"}
+    assert AllocatorSettings.from_snapshot(wrong) == AllocatorSettings()

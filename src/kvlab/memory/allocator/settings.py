@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvlab.errors import KvlabError
@@ -74,25 +74,27 @@ class AllocatorSettings:
     def from_snapshot(
         cls, recorded: Mapping[str, Any] | None, *, tie_break: TieBreak = "segment_age"
     ) -> "AllocatorSettings":
-        """The settings that a snapshot's ``allocator_settings`` records; the defaults where it has none."""
-        if not recorded:
-            return cls(tie_break=tie_break)
-        text = recorded.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        """The settings that a snapshot's ``allocator_settings`` records; the default for what it does not.
+
+        A snapshot may come from anyone: a value of the wrong kind counts as not recorded.
+        """
+        recorded = recorded or {}
+        text = recorded.get("PYTORCH_CUDA_ALLOC_CONF")
         try:
             base = cls.parse(text if isinstance(text, str) else "", tie_break=tie_break)
         except SettingError:
             base = cls(tie_break=tie_break)
-        split = int(recorded.get("max_split_size", -1))
-        by_power = recorded.get("roundup_power2_divisions") or {}
-        divisions = tuple(int(by_power.get(str(1 << i), 0)) for i in range(_DIVISION_INTERVALS))
-        return cls(
-            max_split_size_bytes=split if split >= 0 else None,
-            max_non_split_rounding_bytes=base.max_non_split_rounding_bytes,
-            large_segment_bytes=base.large_segment_bytes,
-            roundup_power2_divisions=divisions,
-            garbage_collection_threshold=float(recorded.get("garbage_collection_threshold", 0.0)),
-            expandable_segments=bool(recorded.get("expandable_segments", False)),
-            tie_break=tie_break,
+        by_power = recorded.get("roundup_power2_divisions")
+        steps = by_power if isinstance(by_power, Mapping) else {}
+        threshold = recorded.get("garbage_collection_threshold")
+        return replace(
+            base,
+            max_split_size_bytes=_whole(recorded.get("max_split_size"), None),
+            roundup_power2_divisions=tuple(
+                _whole(steps.get(str(1 << i)), 0) for i in range(_DIVISION_INTERVALS)
+            ),
+            garbage_collection_threshold=threshold if type(threshold) is float and 0 < threshold < 1 else 0.0,
+            expandable_segments=recorded.get("expandable_segments") is True,
         )
 
     def as_snapshot(self) -> dict[str, Any]:
@@ -120,6 +122,10 @@ class AllocatorSettings:
         if self.max_non_split_rounding_bytes != LARGE_SEGMENT_BYTES:
             parts.append(f"max_non_split_rounding_mb:{self.max_non_split_rounding_bytes // MIB}")
         return ",".join(parts)
+
+
+def _whole(value: Any, default: int | None) -> Any:
+    return value if type(value) is int and value >= 0 else default
 
 
 def _read_bool(name: str, value: str) -> bool:
