@@ -751,6 +751,7 @@ def test_settings_that_pytorch_refuses_are_refused():
         "no_such_setting:1",
         "max_split_size_mb",
         "per_process_memory_fraction:1.5",
+        "max_split_size_mb:" + "9" * 5000,
     )
     for text in refused:
         with pytest.raises(SettingError):

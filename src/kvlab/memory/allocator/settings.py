@@ -14,6 +14,7 @@ off first (2.12), or the one in the older segment, then the lower address (2.13 
 comparators in ``libc10_cuda.so`` of the three releases; pull requests 178362 and 183591 of PyTorch made the
 changes."""
 
+_MAX_DIGITS = 18
 _DIVISION_INTERVALS = 16
 _FIRST_INTERVAL_LOG2 = 20
 _HIGHEST_KEY_MB = 1 << (_DIVISION_INTERVALS - 1)
@@ -135,8 +136,8 @@ def _read_bool(name: str, value: str) -> bool:
 
 
 def _read_number(name: str, value: str) -> int:
-    if not value.isdecimal():
-        raise SettingError(f"{name} is a whole number, not {value!r}")
+    if not value.isdecimal() or len(value) > _MAX_DIGITS:
+        raise SettingError(f"{name} is a whole number, not {value[:40]!r}")
     return int(value)
 
 
