@@ -9,6 +9,7 @@ from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperati
 from .masks import MaskOffset, MaskRequest, register_masks
 from .policy import CachePolicy
 from .progress import Progress
+from .supported import check_model
 
 
 class ShiftPlan:
@@ -88,7 +89,10 @@ class ShiftingLayer(CacheLayerMixin):
                 "no mask was asked for before this forward: pass the 2-D attention mask, with eager or SDPA "
                 "attention"
             )
-        self.plan.progress.begun = True
+        if self.index == 0:
+            if key_states.shape[2] > 1:
+                self.plan.progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
+            self.plan.progress.begun = True
         held = self._append(self.keys, key_states), self._append(self.values, value_states)
         if self.is_last:
             self.plan.progress.finished = True
@@ -142,6 +146,7 @@ class ShiftingKVCache(BoundedCache):
     def __init__(self, model: PreTrainedModel | PreTrainedConfig, policy: CachePolicy):
         if policy.eviction != "shift":
             raise ValueError(f"ShiftingKVCache needs a policy with eviction='shift', got {policy.eviction!r}")
+        check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         if len(set(kinds)) > 1:

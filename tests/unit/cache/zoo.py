@@ -126,7 +126,11 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = model_class._from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    return model.to(dtype).eval()
+    if dtype != torch.float32:  # not model.to(dtype), which would round the rotary frequencies too
+        weights = model.state_dict()
+        model = model_class._from_config(config, attn_implementation=implementation, dtype=dtype)
+        model.load_state_dict(weights)
+    return model.eval()
 
 
 def text(length: int, seed: int = 0) -> torch.Tensor:
