@@ -71,7 +71,7 @@ def test_shifting_every_token_is_a_ring_without_sinks():
 
 
 def test_it_counts_what_it_holds_through_a_burst():
-    model, cache = build("llama", "sdpa"), None
+    model = build("llama", "sdpa")
     cache = shifting(model, 6, 2)
     held = []
     for token in text(12)[:, None]:
@@ -82,7 +82,7 @@ def test_it_counts_what_it_holds_through_a_burst():
 
 
 def test_its_buffers_hold_the_high_water_mark_and_never_move():
-    model, cache = build("llama", "sdpa"), None
+    model = build("llama", "sdpa")
     cache = shifting(model, 8, 4)
     in_chunks(model, cache, text(30)[None], [3, 20, *[1] * 7])
     before = [layer.keys.data_ptr() for layer in cache.layers]
@@ -92,7 +92,7 @@ def test_its_buffers_hold_the_high_water_mark_and_never_move():
 
 
 def test_reuse_and_torn_forwards_are_noticed():
-    model, cache = build("llama", "sdpa"), None
+    model = build("llama", "sdpa")
     cache = shifting(model, 8, 4)
     model.generate(text(5)[None], cache=cache, max_new_tokens=4, pad_token_id=0)
     with pytest.raises(ReuseError):
