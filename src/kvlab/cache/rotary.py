@@ -50,10 +50,10 @@ class Rotation:
         sin is already in the keys and must not be applied again, so cos and sin are the bare ones.
         """
         (a, b), (out_a, out_b) = self.split(keys), self.split(out)
-        if out.dtype == torch.float32:
+        if out.dtype.itemsize >= 4:
             out_a.copy_(a).mul_(cos).addcmul_(b, sin, value=-1)
             out_b.copy_(b).mul_(cos).addcmul_(a, sin)
-        else:  # 16-bit keys are turned in fp32 and rounded once
+        else:  # turned in fp32 and rounded once
             a, b = a.float(), b.float()
             out_a.copy_(a * cos - b * sin)
             out_b.copy_(b * cos + a * sin)

@@ -43,7 +43,7 @@ def decode(step, cache, ids):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_step_compiles_once_over_three_windows_for_every_prompt_and_cache(name):
     model = build(name, "sdpa")
-    step, counter = compiled_step(model, "aot_eager")
+    step, counter = compiled_step(model, "eager")
     ids = text(40 + THREE_WINDOWS)[None]
     for prompt in (2, 7, 40):  # before the sinks are full, before the ring is, and after
         caches = [SlidingWindowCache(model, POLICY) for _ in range(2)]
@@ -59,7 +59,7 @@ def test_a_step_compiles_once_over_three_windows_for_every_prompt_and_cache(name
 
 def test_eager_steps_may_follow_compiled_ones():
     model = build("llama", "sdpa")
-    step, _ = compiled_step(model, "aot_eager")
+    step, _ = compiled_step(model, "eager")
     ids, cache = text(60)[None], SlidingWindowCache(model, POLICY)
     expected = in_chunks(model, SlidingWindowCache(model, POLICY), ids, [60])
     got = [in_chunks(model, cache, ids[:, :9], [9]), decode(step, cache, ids[:, 9:30])]
@@ -87,7 +87,7 @@ def test_a_padded_batch_compiles_once_too():
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_compiles_the_step_once_and_gives_the_same_tokens(name):
     model = build(name, "sdpa")
-    compile_config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compile_config = CompileConfig(backend="eager", fullgraph=True, mode=None)
     compile_config._compile_all_devices = True
     options = {"max_new_tokens": THREE_WINDOWS, "do_sample": False, "pad_token_id": 0}
     for prompt in (2, 20):
