@@ -60,8 +60,7 @@ MUTATIONS = [
     ("core", "self.stats.num_ooms += 1", "pass"),
     (
         "core",
-        "            self.stats.num_alloc_retries += 1\n"
-        "            block = self._grow(pool, size, tried, stream)",
+        "            self.stats.num_alloc_retries += 1\n            block = self._grow(pool, size, tried, stream)",
         "            self.stats.num_alloc_retries += 1\n"
         "            block = self._find(pool, size, stream) or self._grow(pool, size, tried, stream)",
     ),

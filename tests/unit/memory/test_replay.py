@@ -162,9 +162,7 @@ def test_a_final_state_that_does_not_follow_is_noticed():
     result = replay(parse_snapshot(snapshot))
     assert (last["action"], result.exact) == ("alloc", None)
     assert "lies in no segment" in result.reason
-    snapshot["device_traces"][0].append(
-        {"action": "alloc", "addr": 1 << 40, "size": 512, "stream": 0, "time_us": 1}
-    )
+    snapshot["device_traces"][0].append({"action": "alloc", "addr": 1 << 40, "size": 512, "stream": 0, "time_us": 1})
     result = replay(parse_snapshot(snapshot))
     assert result.exact is None
     assert "does not lead to the final state" in result.reason

@@ -89,9 +89,7 @@ class AllocatorSettings:
         return replace(
             base,
             max_split_size_bytes=_whole(recorded.get("max_split_size"), None),
-            roundup_power2_divisions=tuple(
-                _whole(steps.get(str(1 << i)), 0) for i in range(_DIVISION_INTERVALS)
-            ),
+            roundup_power2_divisions=tuple(_whole(steps.get(str(1 << i)), 0) for i in range(_DIVISION_INTERVALS)),
             garbage_collection_threshold=threshold if type(threshold) is float and 0 < threshold < 1 else 0.0,
             expandable_segments=recorded.get("expandable_segments") is True,
         )
