@@ -11,7 +11,7 @@ import click
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvlab.errors import KvlabError
 
@@ -102,6 +102,115 @@ def _read_text(file: str) -> str:
     except OSError as error:
         raise KvlabError(f"cannot read {file}: {error.strerror}") from None
     return data.decode("utf-8", errors="replace")
+
+
+@app.command()
+def snapshot(
+    file: Annotated[Path, typer.Argument(help="A snapshot of PyTorch's allocator: pickle or JSON, gzip too.")],
+    figure: Annotated[Path | None, typer.Option(help="Draw the address map into this SVG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a snapshot of anyone's making: what is in use and by whom, what is free and in how large pieces."""
+    from kvlab.memory.snapshot import read_snapshot, summarise
+
+    read = read_snapshot(file)
+    summary = summarise(read)
+    sentence = _draw_address_map(read, figure) if figure else ""
+    if as_json:
+        print(summary.model_dump_json())
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(_summary_table(summary))
+    if summary.top_blocks:
+        console.print(_blocks_table(summary.top_blocks))
+    if sentence:
+        console.print(f"{figure}: {sentence}")
+
+
+def _draw_address_map(read: Any, path: Path) -> str:
+    """Write the address map as SVG, its sentence as its title; returns the sentence."""
+    from kvlab.memory.snapshot import address_map
+
+    if path.suffix.lower() != ".svg":
+        raise KvlabError(f"--figure writes SVG: name the file {path.stem}.svg, not {path.name}")
+    drawing, sentence = address_map(read)
+    try:
+        drawing.savefig(path, format="svg", metadata={"Title": sentence, "Date": None})
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {error.strerror}") from None
+    return sentence
+
+
+def _summary_table(summary: Any) -> Table:
+    table = Table("memory", Column("bytes", justify="right"), Column("MiB", justify="right"), "what it is")
+    for name, meaning in (
+        ("reserved", f"{summary.segment_count:,} segments from the driver"),
+        ("allocated", "blocks that tensors hold"),
+        ("active", "and blocks freed while another stream works on them"),
+        ("free", f"{summary.free_block_count:,} blocks in those segments"),
+        ("releasable", "the part of free in wholly idle segments: comes back by itself"),
+        ("largest_free_block", "the largest request that needs no new segment"),
+    ):
+        size = getattr(summary, f"{name}_bytes")
+        table.add_row(name.replace("_", " "), f"{size:,}", f"{size / 2**20:,.1f}", meaning)
+    table.add_row("fragmentation", "", f"{summary.fragmentation:.2f}", "1 - largest free block / free")
+    return table
+
+
+def _blocks_table(blocks: Any) -> Table:
+    table = Table(Column("MiB", justify="right"), "asked for by", title="largest blocks in use", title_justify="left")
+    for block in blocks:
+        table.add_row(f"{block.size_bytes / 2**20:,.1f}", _printable(block.frames[0] if block.frames else "(no stack)"))
+    return table
+
+
+def _printable(text: str) -> str:
+    """A text from a file that anyone may have made, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A snapshot with a recorded history.")],
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Also run it on a card where PyTorch may reserve this much, e.g. 24GiB.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a recorded run on the model of the allocator: does it agree, and would another card have held it?"""
+    from kvlab.device import parse_bytes
+    from kvlab.memory.replay import replay as replay_snapshot
+
+    size_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
+    result = replay_snapshot(file, size_bytes)
+    if as_json:
+        print(result.model_dump_json(exclude={"oom"} if size_bytes is None else None))
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(_replay_table(result))
+    console.print(
+        {True: "exact", False: "not exact: ", None: "nothing to judge: "}[result.exact] + (result.reason or "")
+    )
+    if size_bytes is not None:
+        console.print(f"on a card of {gpu_memory}: {_fate(result)}")
+
+
+def _replay_table(result: Any) -> Table:
+    table = Table("compared", Column("the model", justify="right"), Column("the recording", justify="right"))
+    for what, modelled, recorded in (
+        ("addresses", result.alloc_addresses_matched, result.alloc_events),
+        ("cudaMalloc calls", result.segment_allocs_matched, result.segment_allocs),
+        ("allocated at the end, bytes", result.final_allocated_bytes, result.recorded_allocated_bytes),
+        ("reserved at the end, bytes", result.final_reserved_bytes, result.recorded_reserved_bytes),
+    ):
+        table.add_row(what, f"{modelled:,}", f"{recorded:,}")
+    return table
+
+
+def _fate(result: Any) -> str:
+    if result.oom is None:
+        return "all that was recorded fits"
+    return f"out of memory at event {result.oom.event:,}: {result.oom.message}"
 
 
 @app.command()
