@@ -111,7 +111,7 @@ def snapshot(
     summary = summarise(read)
     sentence = _draw_address_map(read, figure) if figure else ""
     if as_json:
-        print(summary.model_dump_json())
+        print(json.dumps(summary.model_dump()))  # escapes what is no text, as half a surrogate pair in a path
         return
     console = Console(markup=False, highlight=False)
     console.print(_summary_table(summary))
@@ -178,7 +178,7 @@ def replay(
     size_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
     result = replay_snapshot(file, size_bytes)
     if as_json:
-        print(result.model_dump_json(exclude={"oom"} if size_bytes is None else None))
+        print(json.dumps(result.model_dump(exclude={"oom"} if size_bytes is None else None)))
         return
     console = Console(markup=False, highlight=False)
     console.print(_replay_table(result))
