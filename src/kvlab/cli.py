@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,8 +116,7 @@ def snapshot(
         return
     console = Console(markup=False, highlight=False)
     console.print(_summary_table(summary))
-    if summary.top_blocks:
-        console.print(_blocks_table(summary.top_blocks))
+    console.print(_owners_table(read))
     if sentence:
         console.print(f"{figure}: {sentence}")
 
@@ -151,10 +151,17 @@ def _summary_table(summary: Any) -> Table:
     return table
 
 
-def _blocks_table(blocks: Any) -> Table:
-    table = Table(Column("MiB", justify="right"), "asked for by", title="largest blocks in use", title_justify="left")
-    for block in blocks:
-        table.add_row(f"{block.size_bytes / 2**20:,.1f}", _printable(block.frames[0] if block.frames else "(no stack)"))
+def _owners_table(read: Any, most: int = 10) -> Table:
+    """Who holds the memory: blocks in use by the innermost call outside PyTorch's own code, largest sum first."""
+    sizes, counts = Counter(), Counter()
+    for block in (block for segment in read.segments for block in segment.blocks if block.state != "inactive"):
+        calls = block.frames or ("(no stack recorded)",)
+        owner = next((call for call in calls if "/torch/" not in call), calls[0])
+        sizes[owner] += block.size
+        counts[owner] += 1
+    table = Table("in use, asked for by", Column("blocks", justify="right"), Column("bytes", justify="right"))
+    for owner, size in sizes.most_common(most):
+        table.add_row(_printable(owner), f"{counts[owner]:,}", f"{size:,}")
     return table
 
 
