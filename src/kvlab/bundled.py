@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,14 +114,14 @@ def fetch_model(name: str = BUNDLED_MODEL, *, force: bool = False) -> Path:
     target = model_dir(name)
     if not force and is_whole(target, check_hashes=True):
         return target
-    work = target.with_name(f".{name}.partial")
     with _one_line_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{name}.lock")):
             if not force and is_whole(target, check_hashes=True):
                 return target
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
+            for stale in target.parent.glob(f".{name}.partial-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            work = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=target.parent))
             try:
                 _check_free_space(work)
                 converted = _convert(_unpack(_download(work), work), work / "converted")

@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from typer.exceptions import TyperException
 
 from kvlab.errors import KvlabError
 
 app = typer.Typer(
     help="Reproduce, read and fix the out-of-memory of a KV cache that meets a long sequence.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -31,14 +30,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (click.ClickException, KvlabError) as error:
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
+    except (KvlabError, TyperException) as error:
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
         print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("kvlab: stopped", file=sys.stderr)
         sys.exit(130)
 
@@ -65,13 +62,13 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Will it fit: weights, KV cache and logits by arithmetic, against what a card has to give."""
-    from kvlab.device import find_gpu, parse_bytes
+    from kvlab.device import named_gpu, parse_bytes
     from kvlab.memory.footprint import plan as make_plan
     from kvlab.model import load_config
 
     if (gpu is None) == (gpu_memory is None):
         raise KvlabError("give either --gpu NAME or --gpu-memory SIZE")
-    card = find_gpu(gpu) if gpu else None
+    card = named_gpu(gpu) if gpu else None
     usable_bytes = card.usable_bytes if card else parse_bytes(gpu_memory)
     said = card.describe() if card else f"{gpu_memory} as given, nothing subtracted"
     result = make_plan(load_config(model), batch, tokens, dtype, usable_bytes=usable_bytes, usable_note=said)
@@ -89,19 +86,16 @@ def diagnose(
     """Read the memory failures in a log of any engine: which, how many bytes, why, and what to do next."""
     from kvlab.memory import oom
 
-    found = oom.diagnose(_read_text(file))
+    try:
+        if file == "-":
+            sys.stdin.reconfigure(errors="replace")
+        found = oom.diagnose_stream(sys.stdin) if file == "-" else oom.diagnose_file(file)
+    except OSError as error:
+        raise KvlabError(f"cannot read {file}: {error.strerror}") from None
     if as_json:
         print(found.model_dump_json())
     else:
         Console().print(oom.render(found))
-
-
-def _read_text(file: str) -> str:
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise KvlabError(f"cannot read {file}: {error.strerror}") from None
-    return data.decode("utf-8", errors="replace")
 
 
 @app.command()

@@ -300,12 +300,12 @@ def test_a_fetch_killed_half_way_is_never_taken_for_whole_and_the_next_one_clear
     src = str(Path(bundled.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [src, os.environ.get("PYTHONPATH")])))
     killed = subprocess.Popen([sys.executable, "-c", FETCH.format(**vars(bundled))])
-    while not (model_dir().with_name(".smollm2-135m.partial") / "converted" / "model.safetensors").exists():
+    while not list(model_dir().parent.glob(".smollm2-135m.partial-*/converted/model.safetensors")):
         assert killed.poll() is None
         time.sleep(0.001)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
-    assert left_behind() == {".smollm2-135m.partial"}
+    assert [name.startswith(".smollm2-135m.partial-") for name in left_behind()] == [True]
     with pytest.raises(ModelNotFetched, match="run `kvlab model fetch`"):
         load_model("smollm2-135m")
     fetch_model()

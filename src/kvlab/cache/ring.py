@@ -130,15 +130,17 @@ class Ring:
                 "RoPE type"
             )
 
+    def check_planned(self) -> None:
+        """Raise if no mask was asked for, so the step could not be planned."""
+        if self.step is None:
+            raise UnsupportedOperationError(
+                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or attention "
+                "other than eager and SDPA? Pass the 2-D mask, and use model.set_attn_implementation('sdpa')"
+            )
+
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         """Store one layer's new tokens (B, H, q, head_dim); returns what its queries attend to."""
         self._check_shape(keys)
-        if self.step is None:
-            raise UnsupportedOperationError(
-                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or "
-                "attention "
-                "other than eager and SDPA? Pass the 2-D mask, and use model.set_attn_implementation('sdpa')"
-            )
         held = self.step.append(layer, keys, values)
         if layer == len(self.rotations) - 1:
             self.columns.add_(keys.shape[2])

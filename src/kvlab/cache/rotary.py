@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from .errors import UnsupportedModelError
 from .shapes import head_dim
 
-PROBE_POSITIONS = (3, 40)
+PROBE_FROM, PROBE_TO = 3, 40
 PROBE_TOKENS = 4
 
 
@@ -50,10 +50,10 @@ class Rotation:
         sin is already in the keys and must not be applied again, so cos and sin are the bare ones.
         """
         (a, b), (out_a, out_b) = self.split(keys), self.split(out)
-        if out.dtype == torch.float32:
+        if out.dtype.itemsize >= 4:
             out_a.copy_(a).mul_(cos).addcmul_(b, sin, value=-1)
             out_b.copy_(b).mul_(cos).addcmul_(a, sin)
-        else:  # 16-bit keys are turned in fp32 and rounded once
+        else:  # turned in fp32 and rounded once
             a, b = a.float(), b.float()
             out_a.copy_(a * cos - b * sin)
             out_b.copy_(b * cos + a * sin)
@@ -83,7 +83,9 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
     name = type(model).__name__
     if not candidates:
         raise UnsupportedModelError(f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache")
-    here, there = (_keys_and_values_at(model, position) for position in PROBE_POSITIONS)
+    limit = position_limit(model.config.get_text_config(decoder=True))
+    far = PROBE_TO if limit is None else min(PROBE_TO, limit - 1)  # beyond it the frequencies would change
+    here, there = (_keys_and_values_at(model, position) for position in (PROBE_FROM, far))
     rotations = []
     for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
         if not torch.equal(v_here, v_there):
@@ -91,7 +93,7 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
                 f"the values of layer {layer} of {name} change with the position (latent attention?); "
                 "use a DynamicCache"
             )
-        rotations.append(_explain(k_here, k_there, candidates, f"layer {layer} of {name}"))
+        rotations.append(_explain(k_here, k_there, far - PROBE_FROM, candidates, f"layer {layer} of {name}"))
     return rotations
 
 
@@ -109,8 +111,13 @@ def _one_head_wide(config: PreTrainedConfig) -> PreTrainedModel:
         if hasattr(config, name):
             with suppress(AttributeError):  # a property that follows from others
                 setattr(config, name, value)
-    with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} does not build one head wide ({error}); pass the model instead of its config"
+        ) from error
 
 
 @torch.no_grad()
@@ -124,16 +131,20 @@ def _keys_and_values_at(model: PreTrainedModel, position: int) -> list[tuple[tor
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _explain(here: torch.Tensor, there: torch.Tensor, candidates: set[Rotation], where: str) -> Rotation | None:
+def _explain(
+    here: torch.Tensor, there: torch.Tensor, distance: int, candidates: set[Rotation], where: str
+) -> Rotation | None:
+    if not here.any():
+        raise UnsupportedModelError(f"the keys of {where} are zero, so they show no rotation; load its weights")
     if torch.equal(here, there):
         return None
-    distance = torch.tensor(PROBE_POSITIONS[1] - PROBE_POSITIONS[0], device=here.device)
     here, there = here.float(), there.float()
+    turn = torch.tensor(distance, device=here.device)
     best, best_error = None, float("inf")
     for rotation in candidates:
         if 2 * len(rotation.inv_freq) > here.shape[-1]:
             continue
-        angles, turned = rotation.angles(distance), here.clone()
+        angles, turned = rotation.angles(turn), here.clone()
         rotation.turn(here, angles.cos(), angles.sin(), turned)
         error = float((turned - there).abs().max() / there.abs().max())
         if error < best_error:

@@ -9,13 +9,14 @@ from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperati
 from .masks import MaskOffset, MaskRequest, register_masks
 from .policy import CachePolicy
 from .progress import Progress
+from .supported import check_model
 
 
 class ShiftPlan:
     """What each token sees under water marks, and which columns have to stay; one for all layers.
 
     When ``high`` tokens of a row are held, its next token first drops the oldest until ``low`` are left:
-    token p sees those from ``oldest_seen(p)`` on, whatever the chunks.
+    token p sees those from ``dropped(p)`` on, whatever the chunks.
     """
 
     def __init__(self, high: int, low: int):
@@ -30,9 +31,10 @@ class ShiftPlan:
         self.dropping = 0  # columns that the planned step drops
         self.planned = False
 
-    def oldest_seen(self, position: torch.Tensor) -> torch.Tensor:
+    def dropped(self, position):
+        """Tokens dropped before token ``position`` of a row is stored, negative for none; for ints and tensors."""
         burst = self.high - self.low
-        return (torch.div(position - self.high, burst, rounding_mode="floor") + 1).clamp(min=0) * burst
+        return ((position - self.high) // burst + 1) * burst
 
     def build_mask(self, request: MaskRequest) -> torch.Tensor | None:
         progress, q = self.progress, request.query_length
@@ -40,21 +42,25 @@ class ShiftPlan:
         self.dropping = 0
         progress.plan(q, request.attention_mask)
         self.planned = True
-        pads = torch.tensor(progress.pads)
-        position = progress.seen - pads[:, None] + torch.arange(q)  # (b, q), on the host
-        oldest = self.oldest_seen(position) + pads[:, None]  # columns
-        self.dropping = max(0, int(oldest[:, -1].min()) - self.front)
+        end = progress.seen + q
+        oldest = min(pads + max(0, self.dropped(end - 1 - pads)) for pads in progress.pads)
         if q == 1:  # a token that is still padding in every row stays until the next one
-            self.dropping = min(self.dropping, progress.seen - self.front)
+            oldest = min(oldest, progress.seen)
+        self.dropping = max(0, oldest - self.front)
         if progress.seen == 0 and self.dropping == 0 and q <= self.high:
             return request.stock(q)
         if q == 1 and not progress.is_padded and not request.need_mask:
             return None
-        first = self.front + (self.dropping if q == 1 else 0)
-        column = torch.arange(first, progress.seen + q)
-        query = progress.seen + torch.arange(q)[:, None]
-        seen = (column >= oldest[:, :, None]) & (column <= query)
-        return (seen | (column == query))[:, None].to(request.device)
+        return self._mask(self.front + (self.dropping if q == 1 else 0), request.device)
+
+    def _mask(self, first: int, device) -> torch.Tensor:
+        """(b, 1, q, columns) for the columns from ``first`` on; pads see at least themselves."""
+        progress = self.progress
+        pads = torch.tensor(progress.pads, device=device)[:, None, None]
+        column = torch.arange(first, progress.seen + progress.planned, device=device)
+        query = torch.arange(progress.seen, progress.seen + progress.planned, device=device)[:, None]
+        oldest = self.dropped(query - pads).clamp(min=0) + pads
+        return (((column >= oldest) & (column <= query)) | (column == query))[:, None]
 
 
 class ShiftingLayer(CacheLayerMixin):
@@ -87,7 +93,10 @@ class ShiftingLayer(CacheLayerMixin):
             raise UnsupportedOperationError(
                 "no mask was asked for before this forward: pass the 2-D attention mask, with eager or SDPA attention"
             )
-        self.plan.progress.begun = True
+        if self.index == 0:
+            if key_states.shape[2] > 1:
+                self.plan.progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
+            self.plan.progress.begun = True
         held = self._append(self.keys, key_states), self._append(self.values, value_states)
         if self.is_last:
             self.plan.progress.finished = True
@@ -141,6 +150,7 @@ class ShiftingKVCache(BoundedCache):
     def __init__(self, model: PreTrainedModel | PreTrainedConfig, policy: CachePolicy):
         if policy.eviction != "shift":
             raise ValueError(f"ShiftingKVCache needs a policy with eviction='shift', got {policy.eviction!r}")
+        check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         if len(set(kinds)) > 1:

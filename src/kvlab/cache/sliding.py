@@ -36,6 +36,7 @@ class RingLayer(CacheLayerMixin):
         """Store q new tokens; returns the keys and values (B, H, columns, head_dim) the mask is for."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.ring.check_planned()
         progress = self.ring.progress
         if self.is_first:
             if key_states.shape[2] > 1:
@@ -89,6 +90,8 @@ class SlidingWindowCache(BoundedCache):
         compileable: bool = False,
         chunk_limit_bytes: int = CHUNK_LIMIT_BYTES,
     ):
+        if policy.eviction != "ring":
+            raise ValueError(f"SlidingWindowCache needs a policy with eviction='ring', got {policy.eviction!r}")
         check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         itemsize = (getattr(model, "dtype", None) or torch.float32).itemsize

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from simpleeval import InvalidExpression, SimpleEval
 
 from kvlab.errors import KvlabError
@@ -46,6 +46,8 @@ class Claim(BaseModel):
     rules: list[Rule] = []
     expected: VerdictName = "not run yet"
     devices: list[Literal["cpu", "cuda"]] = ["cpu", "cuda"]
+    profiles: list[Literal["quick", "full"]] = Field(default=["quick", "full"], min_length=1)
+    """Profiles at whose scale the claim can be judged."""
 
     @model_validator(mode="after")
     def _tested_claims_say_what_they_expect(self) -> Claim:
@@ -95,12 +97,15 @@ def judge(claim: Claim, run: Run | None) -> Judgement:
     """The verdict of ``run`` on ``claim``.
 
     No run, or a claim without rules: "not run yet". A claim whose experiment needs another device: "not run on
-    this device". No rule true, or a rule that cannot be computed: "not run yet", and not as expected: the lab is red.
+    this device"; another profile: "not run yet". No rule true, or a rule that cannot be computed: "not run yet", and
+    not as expected: the lab is red.
     """
     if run is None or not claim.rules:
         return Judgement(claim, "not run yet", "no run of this claim", as_expected=not claim.rules)
     if run.device.kind not in claim.devices:
         return Judgement(claim, "not run on this device", f"needs {' or '.join(claim.devices)}", as_expected=True)
+    if run.profile not in claim.profiles:
+        return Judgement(claim, "not run yet", f"needs the {' or '.join(claim.profiles)} profile", as_expected=True)
     for rule in claim.rules:
         if rule.device not in (None, run.device.kind):
             continue

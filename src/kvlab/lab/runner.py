@@ -24,12 +24,13 @@ from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from kvlab.device import resolve_device
+from kvlab.device import named_gpu, resolve_device
 from kvlab.errors import KvlabError
 from kvlab.lab import provenance
 from kvlab.lab.claims import Judgement, judge, load_claims
 from kvlab.lab.evidence import RUN_DIR_VARIABLE
 from kvlab.lab.run import LabError, Run
+from kvlab.model import load_tokenizer
 
 KERNEL = "python3"
 PROFILES = ("quick", "full")
@@ -130,6 +131,7 @@ def _plan(lab: str, given: dict[str, Any]) -> _Plan:
     if unknown := sorted(set(given) - set(known)):
         raise KvlabError(f"{lab} has no parameter {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     parameters = known | given
+    _check_values(lab, parameters)
     device = resolve_device(str(parameters["device"]))
     folder = provenance.repository() / "_runs" / device.type / str(parameters["profile"]) / lab
     fingerprint = {
@@ -140,6 +142,21 @@ def _plan(lab: str, given: dict[str, Any]) -> _Plan:
         "parameters": parameters,
     }
     return _Plan(lab, parameters, folder, fingerprint)
+
+
+def _check_values(lab: str, parameters: dict[str, Any]) -> None:
+    """KvlabError for a value that a kernel would only trip over: an unknown GPU or model, a size that is none."""
+    if "gpu" in parameters:
+        named_gpu(parameters["gpu"])
+    if "model" in parameters:
+        load_tokenizer(parameters["model"])  # says what is wrong with a name, a folder, or a model not fetched
+    for name, value in parameters.items():
+        if name.endswith(("_mib", "_tokens")) and value is not None and not (_is_number(value) and value > 0):
+            raise KvlabError(f"{lab}: {name} must be a positive number, not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _default_parameters(lab: str) -> dict[str, Any]:

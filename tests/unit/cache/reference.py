@@ -25,12 +25,19 @@ class Rope:
     interleaved: bool = False
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
-        """x (..., head_dim) turned to position (...), as complex numbers in double precision."""
-        frequency = self.theta ** (-torch.arange(0, self.dims, 2, dtype=torch.float64) / self.dims)
-        angle = position[..., None].double() * frequency
-        turned, rest = x[..., : self.dims].double(), x[..., self.dims :]
-        pairs = turned.unflatten(-1, (-1, 2)) if self.interleaved else turned.unflatten(-1, (2, -1)).transpose(-1, -2)
-        after = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * torch.exp(1j * angle))
+        """x (..., head_dim) turned to position (...), pairs as complex numbers.
+
+        The angles are rounded to fp32 as in every model of transformers; exact ones would differ by 1e-4 in logits.
+        """
+        frequency = self.theta ** (-torch.arange(0, self.dims, 2) / self.dims)
+        angle = position[..., None].float() * frequency
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        turned, rest = x[..., : self.dims].to(at_least_fp32), x[..., self.dims :]
+        if self.interleaved:
+            pairs = turned.unflatten(-1, (-1, 2))
+        else:
+            pairs = turned.unflatten(-1, (2, -1)).transpose(-1, -2)
+        after = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * torch.polar(torch.ones_like(angle), angle))
         flat = after if self.interleaved else after.transpose(-1, -2)
         return torch.cat([flat.flatten(-2).to(x.dtype), rest], dim=-1)
 

@@ -154,9 +154,9 @@ def test_300_tokens_stay_within_the_tolerance(how):
 
 @BOTH
 def test_splits_of_a_long_text_agree(how):
-    model, ids = build("llama", how), text(2000)
+    model, ids = build("llama", how), text(1000)
     policy = CachePolicy(max_total_tokens=64, sinks=4)
-    one_by_one = in_chunks(model, SlidingWindowCache(model, policy), ids[None], [1] * 2000)
-    for size in (61, 500):
-        got = in_chunks(model, SlidingWindowCache(model, policy), ids[None], even_chunks(2000, size))
+    one_by_one = in_chunks(model, SlidingWindowCache(model, policy), ids[None], [1] * 1000)
+    for size in (61, 250):
+        got = in_chunks(model, SlidingWindowCache(model, policy), ids[None], even_chunks(1000, size))
         assert worst(got, one_by_one) < TOLERANCE

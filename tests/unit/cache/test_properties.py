@@ -27,7 +27,7 @@ OPERATIONS = st.lists(
     min_size=4,
     max_size=16,
 )
-FEW = settings(max_examples=150, deadline=None, derandomize=True)
+FEW = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 def live(cache, operations, batch, pads, check):

@@ -3,6 +3,7 @@
 The rotary facts are written down by hand, as the reference must not learn them the way the cache does.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -121,12 +122,16 @@ CELLS = [(name, how) for name, specimen in SPECIMENS.items() for how in specimen
 @cache
 def build(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a specimen: the same weights for every implementation and type."""
-    config = SPECIMENS[name].config
+    config = deepcopy(SPECIMENS[name].config)  # a model writes its attention implementation into its config
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = model_class._from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    return model.to(dtype).eval()
+    if dtype != torch.float32:  # not model.to(dtype), which would round the rotary frequencies too
+        weights = model.state_dict()
+        model = model_class._from_config(deepcopy(config), attn_implementation=implementation, dtype=dtype)
+        model.load_state_dict(weights)
+    return model.eval()
 
 
 def text(length: int, seed: int = 0) -> torch.Tensor:

@@ -56,6 +56,15 @@ def test_a_claim_for_cuda_is_not_run_on_a_cpu():
     assert (judgement.verdict, judgement.as_expected) == ("not run on this device", True)
 
 
+def test_a_claim_for_the_full_profile_is_not_run_yet_in_quick_and_judged_in_full():
+    full_only, quick = claim(profiles=["full"]), a_run(answer=42)
+    judgement = judge(full_only, quick)
+    assert (judgement.verdict, judgement.as_expected) == ("not run yet", True)
+    assert judgement.because == "needs the full profile"
+    assert judge(full_only, quick.model_copy(update={"profile": "full"})).verdict == "holds"
+    assert not judge(full_only, a_run(answer=41).model_copy(update={"profile": "full"})).as_expected
+
+
 def test_a_rule_may_be_for_one_device():
     rules = [dict(CLAIM["rules"][0], device="cuda"), dict(CLAIM["rules"][1], when="answer == 42")]
     assert judge(claim(rules=rules), a_run("cuda", answer=42)).verdict == "holds"
@@ -69,7 +78,14 @@ def test_rules_cannot_reach_into_python():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prediction": ""}, {"falsifier": ""}, {"expected": "holds in part"}, {"verdict": "holds"}, {"id": None}],
+    [
+        {"prediction": ""},
+        {"falsifier": ""},
+        {"expected": "holds in part"},
+        {"verdict": "holds"},
+        {"id": None},
+        {"profiles": []},
+    ],
 )
 def test_a_claim_that_could_not_be_wrong_is_refused(checkout, changes):
     checkout.write_claims([CLAIM | changes])

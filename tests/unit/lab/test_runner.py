@@ -19,34 +19,39 @@ def run_tiny(**arguments):
     return result
 
 
-def test_a_lab_that_closes_with_the_expected_verdict_is_green(checkout):
+def test_a_lab_that_closes_with_the_expected_verdict_is_green_and_reused_until_something_changes(checkout, monkeypatch):
+    monkeypatch.delenv("KVLAB_RUN_DIR", raising=False)
     result = run_tiny()
     assert (result.status, result.reason, result.reused) == ("green", "", False)
     assert [(j.claim.id, j.verdict) for j in result.judgements] == [("tiny-1", "holds")]
     assert (result.folder / "run.json").is_file()
     assert (result.folder / "executed.ipynb").is_file()
+    assert "KVLAB_RUN_DIR" not in os.environ
 
-
-def test_a_green_run_is_reused_until_something_it_was_made_from_changes(checkout):
-    assert not run_tiny().reused
     assert run_tiny().reused
     assert not run_tiny(fresh=True).reused
     checkout.write_lab([OPEN, "# changed", RECORD, "close_lab();"])
     assert not run_tiny().reused
-    assert run_tiny(parameters={"answer": 41}).status == "red"
 
 
-def test_an_unexpected_verdict_is_red_and_says_which(checkout):
+def test_an_unexpected_verdict_is_red_and_leaves_the_last_green_run_in_its_place(checkout):
+    green = run_tiny()
     result = run_tiny(parameters={"answer": 41})
     assert result.status == "red"
     assert "tiny-1 came out 'does not hold'" in result.reason
     assert result.folder.name == "01-tiny.failed"
-
-
-def test_a_red_run_leaves_the_last_green_one_in_its_place(checkout):
-    green = run_tiny()
-    run_tiny(parameters={"answer": 41})
     assert (green.folder / "run.json").is_file()
+
+
+def test_a_notebook_without_a_kernelspec_runs_on_this_interpreter(checkout):
+    check = f"import sys; assert sys.executable == {sys.executable!r}"
+    checkout.write_lab([OPEN, check, RECORD, "close_lab();"], kernel=False)
+    assert run_tiny().status == "green"
+
+
+def test_a_cell_that_writes_to_stderr_is_red(checkout):
+    checkout.write_lab([OPEN, "import sys; print('careful', file=sys.stderr)", RECORD, "close_lab();"])
+    assert "wrote to stderr: 'careful'" in run_tiny().reason
 
 
 def test_no_true_rule_is_red(checkout):
@@ -90,11 +95,6 @@ def test_a_lab_without_a_parameters_cell_is_refused(checkout):
         run_tiny()
 
 
-def test_a_notebook_without_a_kernelspec_runs_on_this_interpreter(checkout):
-    checkout.write_lab([OPEN, RECORD, "close_lab();"], kernel=False)
-    assert run_tiny().status == "green"
-
-
 def test_a_kernel_of_another_interpreter_is_refused(checkout, tmp_path, monkeypatch):
     spec = tmp_path / "jupyter" / "kernels" / "python3"
     spec.mkdir(parents=True)
@@ -111,14 +111,3 @@ def test_unknown_lab_and_profile_are_refused_with_the_choices(checkout):
         run_tiny(profile="slow")
     assert find_lab("1") == find_lab("01") == "01-tiny"
     assert lab_names() == ["01-tiny"]
-
-
-def test_the_environment_is_put_back_after_a_run(checkout, monkeypatch):
-    monkeypatch.delenv("KVLAB_RUN_DIR", raising=False)
-    run_tiny()
-    assert "KVLAB_RUN_DIR" not in os.environ
-
-
-def test_the_lab_runs_in_the_interpreter_of_the_caller(checkout):
-    checkout.write_lab([OPEN, f"import sys; assert sys.executable == {sys.executable!r}", RECORD, "close_lab();"])
-    assert run_tiny().status == "green"

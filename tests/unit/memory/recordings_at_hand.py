@@ -1,4 +1,5 @@
-"""Where snapshots recorded on real GPUs lie, if they are at hand; they are others' and not part of the project."""
+"""Where snapshots recorded on real GPUs lie, if they are at hand; they are others' and not part of the
+project."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Each rule of the caching allocator, pinned at its boundary. ``test_allocator_mutations.py`` changes the rules one
-by one and runs this file again: every change must turn something here red."""
+"""Each rule of the caching allocator, pinned at its boundary. ``test_allocator_mutations.py`` changes the
+rules one by one and runs this file again: every change must turn something here red."""
 
 import pytest
 
@@ -587,9 +587,11 @@ def test_a_private_pool_shares_no_memory():
 
 
 _ADVICE = (
-    " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to"
-    " avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
-    "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    " If reserved but unallocated memory is large try setting"
+    " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
+    " for Memory Management "
+    " (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda"
+    "-alloc-conf)"
 )
 
 
@@ -599,9 +601,9 @@ def test_the_message_names_the_segment_not_the_tensor():
     parts = [allocator.malloc(5 * MIB) for _ in range(4)]
     allocator.free(parts[0])
     assert str(fails(allocator.malloc, 4 * GIB - MIB + 1)) == (
-        "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 3.39 GiB"
-        " is free. Of the allocated memory 20.01 GiB is allocated by PyTorch, and 5.00 MiB is reserved by PyTorch"
-        " but unallocated." + _ADVICE
+        "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 24.00 GiB of"
+        " which 3.39 GiB is free. Of the allocated memory 20.01 GiB is allocated by PyTorch, and"
+        " 5.00 MiB is reserved by PyTorch but unallocated." + _ADVICE
     )
 
 
@@ -616,10 +618,11 @@ def test_the_message_names_the_limit_and_the_processes():
     allocator.set_memory_fraction(0.5)
     allocator.malloc(5 * MIB)
     assert str(fails(allocator.malloc, 12 * GIB)) == (
-        "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 3 has a total capacity of 24.00 GiB of which 23.98"
-        " GiB is free. Process 4242 has 3.00 GiB memory in use. Including non-PyTorch memory, this process has"
-        " 1.15 GiB memory in use. 12.00 GiB allowed; Of the allocated memory 5.00 MiB is allocated by PyTorch, and"
-        " 15.00 MiB is reserved by PyTorch but unallocated." + _ADVICE
+        "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 3 has a total capacity of 24.00 GiB of"
+        " which 23.98 GiB is free. Process 4242 has 3.00 GiB memory in use. Including non-PyTorch"
+        " memory, this process has 1.15 GiB memory in use. 12.00 GiB allowed; Of the allocated"
+        " memory 5.00 MiB is allocated by PyTorch, and 15.00 MiB is reserved by PyTorch but"
+        " unallocated." + _ADVICE
     )
 
 
@@ -628,9 +631,10 @@ def test_the_message_counts_free_memory_of_private_pools_as_allocated():
     allocator.malloc(10 * MIB)
     allocator.free(allocator.malloc(40 * MIB, pool_id=(0, 1)))
     assert str(fails(allocator.malloc, 60 * MIB)) == (
-        "CUDA out of memory. Tried to allocate 60.00 MiB. GPU 0 has a total capacity of 100.00 MiB of which 50.00"
-        " MiB is free. Of the allocated memory 50.00 MiB is allocated by PyTorch, with 40.00 MiB allocated in"
-        " private pools (e.g., CUDA Graphs), and 0 bytes is reserved by PyTorch but unallocated." + _ADVICE
+        "CUDA out of memory. Tried to allocate 60.00 MiB. GPU 0 has a total capacity of 100.00 MiB"
+        " of which 50.00 MiB is free. Of the allocated memory 50.00 MiB is allocated by PyTorch,"
+        " with 40.00 MiB allocated in private pools (e.g., CUDA Graphs), and 0 bytes is reserved by"
+        " PyTorch but unallocated." + _ADVICE
     )
 
 
@@ -743,6 +747,7 @@ def test_settings_that_pytorch_refuses_are_refused():
         "no_such_setting:1",
         "max_split_size_mb",
         "per_process_memory_fraction:1.5",
+        "max_split_size_mb:" + "9" * 5000,
     )
     for text in refused:
         with pytest.raises(SettingError):
@@ -750,7 +755,8 @@ def test_settings_that_pytorch_refuses_are_refused():
 
 
 def test_settings_that_move_no_device_memory_are_passed_over():
-    text = "backend:native, pinned_use_background_threads:True,max_split_size_mb:20 , release_lock_on_cudamalloc:True"
+    text = "backend:native, pinned_use_background_threads:True,max_split_size_mb:20 ,"
+    text += " release_lock_on_cudamalloc:True"
     assert AllocatorSettings.parse(text) == AllocatorSettings(max_split_size_bytes=20 * MIB)
 
 
@@ -760,7 +766,16 @@ def test_another_allocator_is_not_modelled_silently():
 
 
 def test_settings_survive_a_snapshot():
-    text = "max_split_size_mb:64,large_segment_size_mb:32,max_non_split_rounding_mb:40,roundup_power2_divisions:[4:8]"
+    text = "max_split_size_mb:64,large_segment_size_mb:32,max_non_split_rounding_mb:40,"
+    text += "roundup_power2_divisions:[4:8]"
     settings = AllocatorSettings.parse(text)
     assert AllocatorSettings.from_snapshot(settings.as_snapshot()) == settings
     assert AllocatorSettings.from_snapshot(None) == AllocatorSettings()
+
+
+def test_recorded_settings_of_the_wrong_kind_count_as_not_recorded():
+    for key in AllocatorSettings().as_snapshot():
+        for value in (None, "", "x", -7, 1.5, [], {"1": "x"}, float("nan")):
+            AllocatorSettings.from_snapshot({key: value})
+    wrong = {"max_split_size": "x", "roundup_power2_divisions": {"1": ""}, "expandable_segments": "True"}
+    assert AllocatorSettings.from_snapshot(wrong) == AllocatorSettings()

@@ -1,4 +1,5 @@
-"""A snapshot of any generation is read; everything else is refused in one line, and nothing in it is executed."""
+"""A snapshot of any generation is read; everything else is refused in one line, and nothing in it is
+executed."""
 
 import gzip
 import io

@@ -1,5 +1,4 @@
-"""The card under the allocator: how many bytes it has, who else holds some, and where cudaMalloc puts a
-segment."""
+"""The card under the allocator: its bytes, who else holds some, and where cudaMalloc puts a segment."""
 
 from dataclasses import dataclass, field
 

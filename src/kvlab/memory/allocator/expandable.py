@@ -1,5 +1,4 @@
-"""Expandable segments: one range of addresses for each pool and stream, filled with pages as they are
-needed."""
+"""Expandable segments: a range of addresses for each pool and stream, filled with pages as needed."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvlab.errors import KvlabError
@@ -14,6 +14,7 @@ off first (2.12), or the one in the older segment, then the lower address (2.13 
 comparators in ``libc10_cuda.so`` of the three releases; pull requests 178362 and 183591 of PyTorch made the
 changes."""
 
+_MAX_DIGITS = 18
 _DIVISION_INTERVALS = 16
 _FIRST_INTERVAL_LOG2 = 20
 _HIGHEST_KEY_MB = 1 << (_DIVISION_INTERVALS - 1)
@@ -72,25 +73,25 @@ class AllocatorSettings:
     def from_snapshot(
         cls, recorded: Mapping[str, Any] | None, *, tie_break: TieBreak = "segment_age"
     ) -> "AllocatorSettings":
-        """The settings that a snapshot's ``allocator_settings`` records; the defaults where it has none."""
-        if not recorded:
-            return cls(tie_break=tie_break)
-        text = recorded.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        """The settings that a snapshot's ``allocator_settings`` records; the default for what it does not.
+
+        A snapshot may come from anyone: a value of the wrong kind counts as not recorded.
+        """
+        recorded = recorded or {}
+        text = recorded.get("PYTORCH_CUDA_ALLOC_CONF")
         try:
             base = cls.parse(text if isinstance(text, str) else "", tie_break=tie_break)
         except SettingError:
             base = cls(tie_break=tie_break)
-        split = int(recorded.get("max_split_size", -1))
-        by_power = recorded.get("roundup_power2_divisions") or {}
-        divisions = tuple(int(by_power.get(str(1 << i), 0)) for i in range(_DIVISION_INTERVALS))
-        return cls(
-            max_split_size_bytes=split if split >= 0 else None,
-            max_non_split_rounding_bytes=base.max_non_split_rounding_bytes,
-            large_segment_bytes=base.large_segment_bytes,
-            roundup_power2_divisions=divisions,
-            garbage_collection_threshold=float(recorded.get("garbage_collection_threshold", 0.0)),
-            expandable_segments=bool(recorded.get("expandable_segments", False)),
-            tie_break=tie_break,
+        by_power = recorded.get("roundup_power2_divisions")
+        steps = by_power if isinstance(by_power, Mapping) else {}
+        threshold = recorded.get("garbage_collection_threshold")
+        return replace(
+            base,
+            max_split_size_bytes=_whole(recorded.get("max_split_size"), None),
+            roundup_power2_divisions=tuple(_whole(steps.get(str(1 << i)), 0) for i in range(_DIVISION_INTERVALS)),
+            garbage_collection_threshold=threshold if type(threshold) is float and 0 < threshold < 1 else 0.0,
+            expandable_segments=recorded.get("expandable_segments") is True,
         )
 
     def as_snapshot(self) -> dict[str, Any]:
@@ -118,6 +119,10 @@ class AllocatorSettings:
         return ",".join(parts)
 
 
+def _whole(value: Any, default: int | None) -> Any:
+    return value if type(value) is int and value >= 0 else default
+
+
 def _read_bool(name: str, value: str) -> bool:
     if value not in ("True", "False"):
         raise SettingError(f"{name} is True or False, not {value!r}")
@@ -125,8 +130,8 @@ def _read_bool(name: str, value: str) -> bool:
 
 
 def _read_number(name: str, value: str) -> int:
-    if not value.isdecimal():
-        raise SettingError(f"{name} is a whole number, not {value!r}")
+    if not value.isdecimal() or len(value) > _MAX_DIGITS:
+        raise SettingError(f"{name} is a whole number, not {value[:40]!r}")
     return int(value)
 
 

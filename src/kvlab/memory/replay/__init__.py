@@ -1,5 +1,4 @@
-"""Replay a recorded run on the model: does it decide as the GPU did, and would another card have held the
-run?"""
+"""Replay a recorded run on the model: does it decide as the GPU did, would another card have held it?"""
 
 from dataclasses import replace
 from pathlib import Path

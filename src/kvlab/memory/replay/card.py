@@ -1,6 +1,6 @@
 """Run a recording's requests on a card of another size: would it have fitted, where would it have died?"""
 
-from kvlab.memory.allocator.core import CachingAllocator
+from kvlab.memory.allocator.core import CachingAllocator, InvalidPointerError
 from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.messages import CudaOutOfMemoryError
 from kvlab.memory.allocator.pool import Block
@@ -45,8 +45,7 @@ def _run(recording: Recording, allocator: CachingAllocator) -> ReplayOom | None:
             except CudaOutOfMemoryError as error:
                 return ReplayOom(event=place, tried_bytes=error.tried_bytes, message=str(error))
         elif action == "free_requested":
-            block = allocator.free_request(live.pop(address, address))
-            _wait(allocator, address, block)
+            _request_free(allocator, address, live.pop(address, address))
         elif action == "free_completed":
             allocator.finish(_own_stream(address))
         elif action in ("segment_free", "segment_unmap") and (
@@ -54,6 +53,13 @@ def _run(recording: Recording, allocator: CachingAllocator) -> ReplayOom | None:
         ):
             allocator.empty_cache()
     return None
+
+
+def _request_free(allocator: CachingAllocator, recorded_address: int, address: int) -> None:
+    try:
+        _wait(allocator, recorded_address, allocator.free_request(address))
+    except InvalidPointerError:
+        return  # The trace frees what it did not allocate; ``compare`` has reported that.
 
 
 def _wait(allocator: CachingAllocator, address: int, block: Block) -> None:

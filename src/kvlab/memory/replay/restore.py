@@ -18,7 +18,7 @@ def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict
     """Fill an empty allocator with ``state``; returns the blocks that wait for their free to complete.
 
     ``range_begins`` says where the range of each expandable segment begins. Its end no recording shows, so it
-    is taken to be far away. Raises InconsistentTraceError if blocks overlap.
+    is taken to be far away. Raises InconsistentTraceError if blocks overlap or lie outside of segments.
     """
     addresses = sorted(state.blocks)
     place = 0
@@ -36,6 +36,8 @@ def restore(allocator: CachingAllocator, state: InitialState, range_begins: dict
         else:
             _link(blocks)
             allocator.adopt(blocks, is_segment=True)
+    if place < len(addresses):
+        raise InconsistentTraceError(f"the block at {addresses[place]:#x} lies in no segment")
     for key, blocks in chains.items():
         _restore_range(allocator, blocks, range_begins[key])
     return {at: allocator.free_request(at) for at in addresses if state.blocks[at].pending}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from kvlab.errors import KvlabError
 from kvlab.memory.allocator.settings import AllocatorSettings
@@ -62,6 +63,9 @@ def roll_back(
             classes = classes or SizeClasses(segments, events)
             pages.add(address, size, classes.key(event))
     state.segments = sorted((*held.values(), *pages.runs()), key=lambda s: s.address)
+    for before, after in pairwise(state.segments):
+        if before.end > after.address:
+            raise InconsistentTraceError(f"the trace puts two segments at {after.address:#x}")
     _settle_sizes(state, events, settings)
     return state
 

@@ -1,5 +1,4 @@
-"""Snapshots of the CUDA caching allocator: read one that anyone may have made, measure it, compare it, draw
-it."""
+"""Snapshots of the CUDA caching allocator: read one anyone may have made, measure, compare and draw it."""
 
 from kvlab.memory.snapshot.figures import address_map, memory_over_time
 from kvlab.memory.snapshot.reader import Limits, SnapshotError, parse_snapshot, read_snapshot

@@ -1,5 +1,4 @@
-"""Draw a snapshot offline: where blocks lie in their segments, and memory over time. Each figure has a
-sentence."""
+"""Draw a snapshot offline, with a sentence for each figure: blocks in their segments, memory over time."""
 
 from typing import TYPE_CHECKING
 

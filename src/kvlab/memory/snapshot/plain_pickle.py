@@ -1,5 +1,4 @@
-"""Read a pickle that holds plain data only; anything that could look up a class or call one is refused
-unread.
+"""Read a pickle of plain data; one that could look up a class, or call anything, is refused unread.
 
 A snapshot is made of dictionaries, lists, tuples of numbers, strings, numbers, booleans and None. Two
 locks: the whole file must first match a grammar of the instructions that build these, and the unpickler

@@ -1,5 +1,4 @@
-"""Read a snapshot that anyone may have made: pickle or JSON, gzip or not, torch 2.0 to 2.13; nothing is
-executed."""
+"""Read a snapshot anyone may have made, executing nothing: pickle, JSON, gzip; torch 2.0 to 2.13."""
 
 import json
 import zlib
@@ -34,6 +33,7 @@ _ACTIONS = frozenset(
     )
 )
 _ADDRESS_END = 1 << 64
+_SIZE_END = 1 << 60
 _MAX_DEVICES = 1024
 _MAX_DEPTH = 32
 _new_event = tuple.__new__  # a quarter of the time of TraceEvent(...), and a trace has millions
@@ -214,7 +214,7 @@ class _Parser:
             raise SnapshotError(f"a trace entry has the unknown action {_brief(action)}")
         if not (
             type(size) is type(stream) is type(address) is int
-            and 0 <= size < _ADDRESS_END
+            and 0 <= size < _SIZE_END
             and 0 <= stream < _ADDRESS_END
             and 0 <= address < _ADDRESS_END
         ):

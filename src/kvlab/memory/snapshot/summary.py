@@ -1,5 +1,4 @@
-"""A snapshot in numbers: what is in use, what is free and in how large pieces, and what changed between
-two."""
+"""A snapshot in numbers: what is in use, what is free, in how large pieces, and what two differ in."""
 
 from collections import Counter
 from collections.abc import Iterator
