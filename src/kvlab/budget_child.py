@@ -9,8 +9,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
@@ -18,6 +19,8 @@ import torch
 from kvlab.budget import MMAP_THRESHOLD_BYTES, Failure
 from kvlab.device import process_memory
 from kvlab.meter import BudgetError, BudgetUnavailable, Meter
+
+T = TypeVar("T")
 
 _PROBE_BYTES = 16 << 20
 _LARGEST_PLUG_BYTES = 64 << 20
@@ -48,19 +51,23 @@ class ProcessMeter(Meter):
             self._connection.send_bytes(message)
 
     def _record(self, kind: str, fields: dict[str, Any]) -> None:
+        self._even_when_full(partial(super()._record, kind, fields))
+
+    def _held(self) -> int:
+        return self._even_when_full(partial(process_memory, self.device))["data_bytes"]
+
+    def _even_when_full(self, measure: Callable[[], T]) -> T:
+        """Measuring needs a few kilobytes itself; where none are left, it gets them outside the budget."""
         try:
-            super()._record(kind, fields)
-        except MemoryError:  # the record must get through when nothing is left
+            return measure()
+        except MemoryError:
             if not self.armed:
                 raise
             self._lift()
             try:
-                super()._record(kind, fields)
+                return measure()
             finally:
                 self._set_soft_limit(self.base_bytes + self.budget_bytes)
-
-    def _held(self) -> int:
-        return process_memory("cpu")["data_bytes"]
 
     def _settle(self) -> None:
         self._python_reserve = _reserve_for_python()
@@ -116,10 +123,10 @@ def _plug_heap(held: Callable[[], int]) -> None:
 def _reserve_small_chunks() -> None:
     """Leave free chunks for what is no tensor, such as the buffers of a record: else the heap grows by pages.
 
-    They are too small for a tensor that would be mapped; a pin after each keeps it apart from the next.
+    They are too small for a tensor that would be mapped; a chunk that stays keeps each apart from the next.
     """
-    chunks = [(_LIBC.malloc(_SMALL_CHUNK_BYTES), _LIBC.malloc(16)) for _ in range(4)]
-    for chunk, _ in chunks:
+    chunks = [_LIBC.malloc(_SMALL_CHUNK_BYTES) for _ in range(8)]
+    for chunk in chunks[::2]:
         _LIBC.free(chunk)
 
 

@@ -37,8 +37,14 @@ def grow(meter, blocks):
 
 
 @pytest.fixture(scope="module")
-def refused():
-    return run_under_budget(grow, 100, budget_bytes=BUDGET_BYTES)
+def refused_and_seconds():
+    started_s = time.monotonic()
+    return run_under_budget(grow, 100, budget_bytes=BUDGET_BYTES), time.monotonic() - started_s
+
+
+@pytest.fixture(scope="module")
+def refused(refused_and_seconds):
+    return refused_and_seconds[0]
 
 
 def test_pytorchs_own_allocator_is_refused_and_its_message_says_how_much(refused):
@@ -192,7 +198,7 @@ def test_a_process_that_dies_leaves_its_steps_and_is_no_success(end, exit_code, 
     assert [step.fields["n"] for step in outcome.steps] == [0, 1, 2]
 
 
-def test_a_timeout_ends_the_process_and_says_how_far_it_came(tmp_path):
+def test_a_timeout_ends_the_process_and_says_how_far_it_came(tmp_path, refused_and_seconds):
     def stall(meter, path):
         meter.arm()
         meter.step()
