@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from kvlab.budget import MMAP_THRESHOLD_BYTES, Failure
+from kvlab.budget import MMAP_THRESHOLD_BYTES, PAGE_BYTES, Failure
 from kvlab.device import process_memory
 from kvlab.meter import BudgetError, BudgetUnavailable, Meter
 
 T = TypeVar("T")
 
 _PROBE_BYTES = 16 << 20
-_LARGEST_PLUG_BYTES = 64 << 20
+_LARGE_BYTES = 64 << 20
 _SMALL_CHUNK_BYTES = 60_000
 _PYTHON_RESERVE_BYTES = 2 << 20
 
@@ -74,6 +74,11 @@ class ProcessMeter(Meter):
         _LIBC.malloc_trim(0)
         _plug_heap(self._held)
         _reserve_small_chunks()
+        if not _maps_large_chunks(self._held):
+            raise BudgetUnavailable(
+                "malloc here does not map large chunks one by one, so memory would not follow tensors; "
+                "unset LD_PRELOAD and GLIBC_TUNABLES"
+            )
 
     def _limit(self, limit_bytes: int) -> None:
         if self._hard != resource.RLIM_INFINITY and limit_bytes > self._hard:
@@ -111,11 +116,11 @@ def _plug_heap(held: Callable[[], int]) -> None:
     malloc searches them before it maps: after loading a tokenizer there are some 10 MB of them. What is taken
     here is never given back.
     """
-    size_bytes = _LARGEST_PLUG_BYTES
+    size_bytes = _LARGE_BYTES
     while size_bytes >= MMAP_THRESHOLD_BYTES:
         before_bytes = held()
         chunk = _LIBC.malloc(size_bytes)
-        if held() - before_bytes >= size_bytes // 2:
+        if chunk is None or held() - before_bytes >= size_bytes // 2:
             _LIBC.free(chunk)  # it was new memory: no free chunk of this size is left
             size_bytes //= 2
 
@@ -128,6 +133,15 @@ def _reserve_small_chunks() -> None:
     chunks = [_LIBC.malloc(_SMALL_CHUNK_BYTES) for _ in range(8)]
     for chunk in chunks[::2]:
         _LIBC.free(chunk)
+
+
+def _maps_large_chunks(held: Callable[[], int]) -> bool:
+    """Whether one large chunk costs its pages and gives them back: not so under another malloc."""
+    before_bytes = held()
+    chunk = _LIBC.malloc(_LARGE_BYTES)
+    during_bytes = held()
+    _LIBC.free(chunk)
+    return (during_bytes - before_bytes, held()) == (_LARGE_BYTES + PAGE_BYTES, before_bytes)
 
 
 def _can_map(size_bytes: int) -> bool:
