@@ -31,9 +31,7 @@ ENDLESS = 2**30  # the static sliding layer wants a longest text
 CELL_BYTES = 3 * 2**29  # most that one cache may hold here; beyond it a cell takes fewer layers
 
 PEERS: dict[str, Callable[[PreTrainedConfig, int], Cache]] = {
-    RING: lambda config, window: SlidingWindowCache(
-        config, CachePolicy(max_total_tokens=window, sinks=SINKS)
-    ),
+    RING: lambda config, window: SlidingWindowCache(config, CachePolicy(max_total_tokens=window, sinks=SINKS)),
     "shift, every token": lambda config, window: ShiftingKVCache(
         config, CachePolicy(max_total_tokens=window, eviction="shift")
     ),
@@ -294,8 +292,7 @@ def bench_steps(bench: Bench) -> list[StepRow]:
     window = bench.plan.step_window
     model = random_model(load_config("smollm2-135m"), device=bench.device, dtype=bench.dtype)
     caches = {
-        name: filled(bench, build(model.config, window), model.config, 1, window)
-        for name, build in PEERS.items()
+        name: filled(bench, build(model.config, window), model.config, 1, window) for name, build in PEERS.items()
     }
     token = torch.zeros(1, 1, dtype=torch.long, device=bench.device)
     samples: dict[str, list[float]] = {name: [] for name in PEERS}
@@ -403,9 +400,7 @@ def bench_prefills(bench: Bench) -> tuple[list[PrefillRow], list[Check]]:
     ]
 
 
-def _prefill_row(
-    bench: Bench, model: PreTrainedModel, name: str, cache: Cache, tokens: int, chunk: int
-) -> PrefillRow:
+def _prefill_row(bench: Bench, model: PreTrainedModel, name: str, cache: Cache, tokens: int, chunk: int) -> PrefillRow:
     ids = torch.zeros(1, tokens, dtype=torch.long, device=bench.device)
 
     def prefill():
@@ -437,9 +432,7 @@ def render(result: CacheBench) -> Group:
         )
     steps = Table("cache", "median", "x ring", "x floor")
     for row in result.steps:
-        steps.add_row(
-            row.cache, f"{row.median_s * 1e3:,.1f} ms", f"{row.times_ring:.2f}", f"{row.times_floor:.2f}"
-        )
+        steps.add_row(row.cache, f"{row.median_s * 1e3:,.1f} ms", f"{row.times_ring:.2f}", f"{row.times_floor:.2f}")
     prefills = Table("cache", "seconds", "peak MiB", "held MiB")
     for row in result.prefills:
         prefills.add_row(
@@ -486,9 +479,7 @@ def timings(bench: Bench, run: Callable[[], object]) -> list[float]:
     """Seconds of some runs: the fewest the plan wants, and up to three bursts of them as its time allows."""
     plan, samples = bench.plan, []
     timed(run, bench.device)
-    while len(samples) < plan.fewest_samples or (
-        sum(samples) < plan.seconds_per_cache and len(samples) < 3 * BURST
-    ):
+    while len(samples) < plan.fewest_samples or (sum(samples) < plan.seconds_per_cache and len(samples) < 3 * BURST):
         samples.append(timed(run, bench.device))
     return samples
 

@@ -168,9 +168,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
-        raise BudgetError(
-            f"the result of the work cannot be sent back ({error}); return plain data"
-        ) from error
+        raise BudgetError(f"the result of the work cannot be sent back ({error}); return plain data") from error
 
 
 def _settle_torch() -> None:

@@ -63,9 +63,7 @@ def parse_bytes(size: str | int) -> int:
     unit_bytes = _UNITS.get(match[2].lower(), 0) if match else 0
     size_bytes = round(Fraction(match[1]) * unit_bytes) if unit_bytes else 0
     if size_bytes <= 0:
-        raise InvalidSize(
-            f"{size!r} is not a size; write a positive number and a unit, as in 24GiB or 512MiB"
-        )
+        raise InvalidSize(f"{size!r} is not a size; write a positive number and a unit, as in 24GiB or 512MiB")
     return size_bytes
 
 
@@ -84,10 +82,7 @@ def process_memory(device: str | torch.device) -> dict[str, int]:
         }
     status = _read_status()
     fields = {"data_bytes": b"VmData", "rss_anon_bytes": b"RssAnon", "rss_bytes": b"VmRSS"}
-    return {
-        name: 1024 * int(re.search(rb"^%s:\s+(\d+) kB" % key, status, re.M)[1])
-        for name, key in fields.items()
-    }
+    return {name: 1024 * int(re.search(rb"^%s:\s+(\d+) kB" % key, status, re.M)[1]) for name, key in fields.items()}
 
 
 def _read_status() -> bytes:
@@ -184,9 +179,7 @@ GPUS: dict[str, Gpu] = {
             "31.74 GiB",
             "github.com/QwenAudio/SenseVoice/issues/28",
         ),
-        _gpu(
-            "a100-40g", "NVIDIA A100 40 GB", "40960 MiB", "39.50 GiB", "github.com/TianheWu/CoSeR/issues/10"
-        ),
+        _gpu("a100-40g", "NVIDIA A100 40 GB", "40960 MiB", "39.50 GiB", "github.com/TianheWu/CoSeR/issues/10"),
         _gpu(
             "a100-80g",
             "NVIDIA A100 80 GB",

@@ -100,9 +100,7 @@ def test_append_promises_are_judged_on_smollm2_alone():
     assert (growth.measured, growth.holds) == (1.6, False)
 
 
-@pytest.mark.parametrize(
-    ("ring_s", "holds", "is_slower"), [(0.9, True, False), (1.04, True, True), (1.2, False, True)]
-)
+@pytest.mark.parametrize(("ring_s", "holds", "is_slower"), [(0.9, True, False), (1.04, True, True), (1.2, False, True)])
 def test_a_step_is_judged_against_the_fastest_peer_and_explained_where_it_is_slower(ring_s, holds, is_slower):
     rows = [
         StepRow(cache=name, median_s=seconds, times_ring=1, floor_bytes=1, times_floor=1)

@@ -53,9 +53,7 @@ def test_pytorchs_own_allocator_is_refused_and_its_message_says_how_much(refused
 def test_every_step_up_to_the_refusal_is_known_to_the_byte(refused):
     assert FITTING == 15
     assert [step.fields for step in refused.steps] == [{"blocks": n} for n in range(1, FITTING + 1)]
-    assert [step.held_bytes for step in refused.steps] == [
-        n * page_rounded_bytes(MIB) for n in range(1, FITTING + 1)
-    ]
+    assert [step.held_bytes for step in refused.steps] == [n * page_rounded_bytes(MIB) for n in range(1, FITTING + 1)]
 
 
 def test_the_refused_process_ends_with_a_traceback_and_status_1(refused):
@@ -186,9 +184,7 @@ def test_a_process_that_dies_leaves_its_steps_and_is_no_success(end, exit_code, 
     outcome = run_under_budget(die, budget_bytes=BUDGET_BYTES)
     assert not outcome.ok
     assert outcome.exit_code == exit_code
-    assert outcome.error == Failure(
-        name, f"the process ended with {name} before the work returned: last words"
-    )
+    assert outcome.error == Failure(name, f"the process ended with {name} before the work returned: last words")
     assert [step.fields["n"] for step in outcome.steps] == [0, 1, 2]
 
 
@@ -200,9 +196,7 @@ def test_a_timeout_ends_the_process_and_says_how_far_it_came(tmp_path):
         time.sleep(600)
 
     started_s = time.monotonic()
-    with pytest.raises(
-        BudgetTimeout, match="within 8 s and was ended after 1 steps; pass a larger timeout_s"
-    ):
+    with pytest.raises(BudgetTimeout, match="within 8 s and was ended after 1 steps; pass a larger timeout_s"):
         run_under_budget(stall, tmp_path / "pid", budget_bytes=BUDGET_BYTES, timeout_s=8)
     assert time.monotonic() - started_s < 12
     with pytest.raises(ProcessLookupError):

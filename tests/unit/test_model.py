@@ -263,9 +263,7 @@ def test_a_full_disk_is_one_line_at_every_stage_and_leaves_nothing(
         content = write_gguf(model, tmp_path / "wordy.gguf", padding='"' * 10_000)
         publish(index, content, monkeypatch)
     file_size_limit({"download": len(content) // 2}.get(stage, len(content) + 4096))
-    with pytest.raises(
-        FetchError, match=r"the disk of .* is full: fetching .* needs 0\.74 GB there"
-    ) as caught:
+    with pytest.raises(FetchError, match=r"the disk of .* is full: fetching .* needs 0\.74 GB there") as caught:
         fetch_model()
     assert_one_line(caught.value)
     causes = {"download": "OSError", "weights": "SafetensorError", "tokenizer": "Exception"}
@@ -285,9 +283,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_downloaded(index, mon
 def test_a_folder_that_cannot_be_written_is_one_line(index, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(
-        FetchError, match=r"cannot write the model to .* make it writable or set KVLAB_CACHE_DIR"
-    ) as e:
+    with pytest.raises(FetchError, match=r"cannot write the model to .* make it writable or set KVLAB_CACHE_DIR") as e:
         fetch_model()
     assert_one_line(e.value)
 
@@ -369,9 +365,7 @@ def test_a_cache_directory_can_be_shared(index):
 @pytest.mark.parametrize("name", ["smolm2-135m", "no/such/model", "/no/such", "./model", "", "~/model"])
 def test_a_name_that_is_nothing_is_answered_at_once_with_what_there_is(name):
     for load in (load_config, load_model, load_tokenizer):
-        with pytest.raises(
-            UnknownModel, match=r"there is no model .* not one of smollm2-135m, llama-2-7b"
-        ) as caught:
+        with pytest.raises(UnknownModel, match=r"there is no model .* not one of smollm2-135m, llama-2-7b") as caught:
             load(name)
         assert "\n" not in str(caught.value)
 
@@ -382,18 +376,14 @@ def test_an_id_that_cannot_be_reached_is_one_line_and_silent(how, monkeypatch, c
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     for load in (load_config, load_model, load_tokenizer):
-        with pytest.raises(
-            UnknownModel, match="not in the Hugging Face cache and the hub cannot be reached"
-        ) as e:
+        with pytest.raises(UnknownModel, match="not in the Hugging Face cache and the hub cannot be reached") as e:
             load("kvlab/no-such-model")
         assert "\n" not in str(e.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_folder_without_a_config_is_named(tmp_path):
-    with pytest.raises(
-        UnknownModel, match=r"has no config\.json; pass a folder that holds a Hugging Face model"
-    ):
+    with pytest.raises(UnknownModel, match=r"has no config\.json; pass a folder that holds a Hugging Face model"):
         load_model(tmp_path)
 
 
@@ -461,9 +451,7 @@ def test_a_shape_has_as_many_parameters_as_the_published_model(name, billions):
 
 
 def test_a_shape_has_no_weights_to_load():
-    with pytest.raises(
-        UnknownModel, match=r"shape without weights; use random_model\(load_config\('llama-2-7b'\)\)"
-    ):
+    with pytest.raises(UnknownModel, match=r"shape without weights; use random_model\(load_config\('llama-2-7b'\)\)"):
         load_model("llama-2-7b")
 
 

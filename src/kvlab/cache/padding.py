@@ -19,7 +19,5 @@ def read_left_padding(attention_mask: torch.Tensor, columns: int) -> list[int]:
     pads = columns - mask.sum(dim=1)
     expected = torch.arange(columns, device=mask.device) >= pads[:, None]
     if not bool((mask == expected).all()):
-        raise PaddingError(
-            "the attention mask is not left padding then real tokens; pad on the left, without holes"
-        )
+        raise PaddingError("the attention mask is not left padding then real tokens; pad on the left, without holes")
     return pads.tolist()

@@ -63,8 +63,7 @@ class CachePolicy(BaseModel):
     def _check_ring(self) -> None:
         if self.high_water is not None or self.low_water is not None:
             raise ValueError(
-                f"water marks (high {self.high_water}, low {self.low_water}) belong to eviction='shift', "
-                "not 'ring'"
+                f"water marks (high {self.high_water}, low {self.low_water}) belong to eviction='shift', not 'ring'"
             )
 
     def _check_shift(self) -> None:
@@ -94,7 +93,5 @@ class CachePolicy(BaseModel):
         """The policy stored in ``config.cache``. Raises ``KeyError`` if there is none."""
         stored = getattr(config, "cache", None)
         if stored is None:
-            raise KeyError(
-                f"{type(config).__name__} has no `cache` entry; store one with CachePolicy.to_config"
-            )
+            raise KeyError(f"{type(config).__name__} has no `cache` entry; store one with CachePolicy.to_config")
         return cls.model_validate(stored)

@@ -81,9 +81,7 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
     }
     name = type(model).__name__
     if not candidates:
-        raise UnsupportedModelError(
-            f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache"
-        )
+        raise UnsupportedModelError(f"{name} has no rotary embedding, so sinks cannot be moved; use a DynamicCache")
     limit = position_limit(model.config.get_text_config(decoder=True))
     far = PROBE_TO if limit is None else min(PROBE_TO, limit - 1)  # beyond it the frequencies would change
     here, there = (_keys_and_values_at(model, position) for position in (PROBE_FROM, far))
@@ -114,13 +112,10 @@ def _one_head_wide(config: PreTrainedConfig) -> PreTrainedModel:
                 setattr(config, name, value)
     try:
         with torch.random.fork_rng(devices=[]):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(config).__name__} does not build one head wide ({error}); pass the model instead of its "
-            "config"
+            f"{type(config).__name__} does not build one head wide ({error}); pass the model instead of its config"
         ) from error
 
 
@@ -139,9 +134,7 @@ def _explain(
     here: torch.Tensor, there: torch.Tensor, distance: int, candidates: set[Rotation], where: str
 ) -> Rotation | None:
     if not here.any():
-        raise UnsupportedModelError(
-            f"the keys of {where} are zero, so they show no rotation; load its weights"
-        )
+        raise UnsupportedModelError(f"the keys of {where} are zero, so they show no rotation; load its weights")
     if torch.equal(here, there):
         return None
     here, there = here.float(), there.float()
@@ -164,9 +157,7 @@ def _explain(
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Tokens after which the model's RoPE changes its frequencies, so held keys misfit; None if never."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_kind = (
-        parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
-    )
+    by_kind = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
     limits = []
     for rope in by_kind:
         kind = rope.get("rope_type", "default")

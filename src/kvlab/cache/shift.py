@@ -91,8 +91,7 @@ class ShiftingLayer(CacheLayerMixin):
             )
         if not self.plan.planned:
             raise UnsupportedOperationError(
-                "no mask was asked for before this forward: pass the 2-D attention mask, with eager or SDPA "
-                "attention"
+                "no mask was asked for before this forward: pass the 2-D attention mask, with eager or SDPA attention"
             )
         if self.index == 0:
             if key_states.shape[2] > 1:
@@ -159,17 +158,13 @@ class ShiftingKVCache(BoundedCache):
             raise UnsupportedModelError(f"layers of kinds {sorted(set(kinds))} do not evict together")
         own = options[0].get("sliding_window")
         if own is not None and policy.high_water > own:
-            raise UnsupportedModelError(
-                f"every layer of this model sees {own} tokens; use high_water={own} or less"
-            )
+            raise UnsupportedModelError(f"every layer of this model sees {own} tokens; use high_water={own} or less")
         self.policy = policy
         self.plan = ShiftPlan(policy.high_water, policy.low_water)
         register_masks()
         last = len(kinds) - 1
         super().__init__(
-            layers=[
-                ShiftingLayer(self.plan, index, index == last, own is not None) for index in range(len(kinds))
-            ]
+            layers=[ShiftingLayer(self.plan, index, index == last, own is not None) for index in range(len(kinds))]
         )
 
     @property

@@ -92,9 +92,7 @@ class SlidingWindowCache(BoundedCache):
         chunk_limit_bytes: int = CHUNK_LIMIT_BYTES,
     ):
         if policy.eviction != "ring":
-            raise ValueError(
-                f"SlidingWindowCache needs a policy with eviction='ring', got {policy.eviction!r}"
-            )
+            raise ValueError(f"SlidingWindowCache needs a policy with eviction='ring', got {policy.eviction!r}")
         check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         itemsize = (getattr(model, "dtype", None) or torch.float32).itemsize

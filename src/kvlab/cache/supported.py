@@ -40,9 +40,7 @@ def _reason_against(model, config: PreTrainedConfig, text_config: PreTrainedConf
     return None
 
 
-def kept_tokens(
-    config: PreTrainedConfig, policy: CachePolicy
-) -> tuple[list[str], dict[str, tuple[int, int]]]:
+def kept_tokens(config: PreTrainedConfig, policy: CachePolicy) -> tuple[list[str], dict[str, tuple[int, int]]]:
     """The kind of each layer, and for each kind how many sinks and how long a window it keeps.
 
     In a hybrid model, layers with a window of their own keep exactly that where the policy holds as many

@@ -5,9 +5,7 @@ from transformers import Cache, PreTrainedModel
 
 
 @torch.no_grad()
-def in_chunks(
-    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, sizes: list[int], mask=None
-) -> torch.Tensor:
+def in_chunks(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, sizes: list[int], mask=None) -> torch.Tensor:
     """Logits (B, T, vocabulary) of ids (B, T), fed in chunks of the given sizes."""
     logits, start = [], 0
     for size in sizes:

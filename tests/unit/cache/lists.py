@@ -58,9 +58,7 @@ def push(config: PreTrainedConfig, cache: Cache, texts: Texts, q: int):
     Returns the mask (B, 1, q, columns) and, for each layer, the keys and values (B, HEADS, columns, DIM).
     """
     batch, padded = len(texts.rows), not bool(texts.mask().all())
-    mask = create_causal_mask(
-        config, torch.empty(batch, q, 0), texts.mask().long() if padded else None, cache
-    )
+    mask = create_causal_mask(config, torch.empty(batch, q, 0), texts.mask().long() if padded else None, cache)
     held = [cache.update(*texts.states(layer, q), layer) for layer in range(LAYERS)]
     columns = held[0][0].shape[2]
     if mask is None:  # SDPA's own: everything for one query, causal over itself for a chunk

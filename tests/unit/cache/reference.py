@@ -39,9 +39,7 @@ class Rope:
             pairs = turned.unflatten(-1, (-1, 2))
         else:
             pairs = turned.unflatten(-1, (2, -1)).transpose(-1, -2)
-        after = torch.view_as_real(
-            torch.complex(*pairs.unbind(-1)) * torch.polar(torch.ones_like(angle), angle)
-        )
+        after = torch.view_as_real(torch.complex(*pairs.unbind(-1)) * torch.polar(torch.ones_like(angle), angle))
         flat = after if self.interleaved else after.transpose(-1, -2)
         return torch.cat([flat.flatten(-2).to(x.dtype), rest], dim=-1)
 

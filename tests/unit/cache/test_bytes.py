@@ -65,9 +65,7 @@ class NewStorages(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for result in tree_leaves(results):
-            is_new = (
-                isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known
-            )
+            is_new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known
             self.count += is_new
         return results
 

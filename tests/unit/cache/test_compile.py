@@ -103,9 +103,7 @@ def test_a_compileable_cache_gives_the_same_tokens_where_transformers_does_not_c
     model, (ids, mask) = build("llama", "sdpa"), left_padded([text(2), text(20, 1)])
     options = {"max_new_tokens": THREE_WINDOWS, "do_sample": False, "pad_token_id": 0, "num_beams": 3}
     expected, got = (
-        model.generate(
-            ids, attention_mask=mask, cache=SlidingWindowCache(model, POLICY, compileable=flag), **options
-        )
+        model.generate(ids, attention_mask=mask, cache=SlidingWindowCache(model, POLICY, compileable=flag), **options)
         for flag in (False, True)
     )
     assert torch.equal(got, expected)
@@ -131,6 +129,4 @@ def test_inductor_writes_into_the_buffers_and_copies_none():
         _, (code,) = run_and_get_code(step, text(1)[None])
     allocated = [line for line in code.splitlines() if "empty_strided_cpu" in line]
     assert allocated
-    assert not [
-        line for line in allocated if f"(1, 2, {window}, 8)" in line or f"(2, 1, 2, {window}, 8)" in line
-    ]
+    assert not [line for line in allocated if f"(1, 2, {window}, 8)" in line or f"(2, 1, 2, {window}, 8)" in line]

@@ -94,9 +94,7 @@ def test_llama_still_hands_its_positions_to_the_cache():
 
 def test_the_cache_base_class_still_has_what_we_override():
     overridden = [name for name in vars(BoundedCache) if name in vars(Cache)]
-    assert {"crop", "activate_past_recording", "batch_repeat_interleave", "batch_select_indices"} <= set(
-        overridden
-    )
+    assert {"crop", "activate_past_recording", "batch_repeat_interleave", "batch_select_indices"} <= set(overridden)
     assert CacheLayerMixin.__abstractmethods__ == {
         "lazy_initialization",
         "update",

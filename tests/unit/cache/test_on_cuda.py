@@ -31,9 +31,7 @@ def test_every_split_and_every_padded_row_equals_the_dense_reference(name, how):
         got = in_chunks(model, cache, ids.cuda(), even_chunks(LENGTH, size), mask.cuda()).cpu()
         for row, tokens in enumerate(texts):
             expected = reference_logits(build(name, how), SPECIMENS[name].rules(), tokens)
-            assert (
-                float((got[row, -len(tokens) :] - expected).abs().max()) < 1e-3
-            )  # other kernels, other rounding
+            assert float((got[row, -len(tokens) :] - expected).abs().max()) < 1e-3  # other kernels, other rounding
 
 
 def test_a_captured_step_replays_over_three_windows():

@@ -68,9 +68,7 @@ def attended(mask, held, row, query):
     window=st.integers(1, 7),
 )
 @FEW
-def test_a_sliding_window_shows_each_query_the_first_and_last_tokens_of_its_row(
-    operations, batch, pads, sinks, window
-):
+def test_a_sliding_window_shows_each_query_the_first_and_last_tokens_of_its_row(operations, batch, pads, sinks, window):
     def check(texts, q, mask, held):
         for row in range(batch):
             for query in range(q):
@@ -86,9 +84,7 @@ def test_a_sliding_window_shows_each_query_the_first_and_last_tokens_of_its_row(
         evicted = torch.tensor(len(tokens) - len(kept))
         for layer, (keys, values) in enumerate(held):
             seen = mask[row, 0, query]
-            for key, value in zip(
-                keys[row][:, seen].unbind(1), values[row, 0, seen, 0].tolist(), strict=True
-            ):
+            for key, value in zip(keys[row][:, seen].unbind(1), values[row, 0, seen, 0].tolist(), strict=True):
                 original = texts.keys[int(value)][layer]
                 is_sink = int(value) in tokens[:sinks]
                 expected = ROPE.turn(original, evicted) if is_sink else original
@@ -106,9 +102,7 @@ def test_a_sliding_window_shows_each_query_the_first_and_last_tokens_of_its_row(
     burst=st.integers(1, 8),
 )
 @FEW
-def test_a_shifting_cache_shows_each_query_what_its_row_kept_since_the_last_burst(
-    operations, batch, pads, high, burst
-):
+def test_a_shifting_cache_shows_each_query_what_its_row_kept_since_the_last_burst(operations, batch, pads, high, burst):
     low = max(high - burst, 0)
 
     def check(texts, q, mask, held):

@@ -51,9 +51,7 @@ def test_a_config_gives_what_its_model_gives_for_scaled_frequencies():
 
 
 def test_layers_without_positions_are_told_apart():
-    config = Cohere2Config(
-        **SMALL, num_key_value_heads=2, layer_types=["sliding_attention", "full_attention"] * 2
-    )
+    config = Cohere2Config(**SMALL, num_key_value_heads=2, layer_types=["sliding_attention", "full_attention"] * 2)
     assert [rotation is None for rotation in find_rotations(config)] == [False, True, False, True]
 
 
@@ -74,9 +72,7 @@ def test_keys_no_frequency_explains_are_refused():
     model = type(build("llama", "eager"))(SPECIMENS["llama"].config).eval()
     original = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: original(x, position_ids * 3)
-    with pytest.raises(
-        UnsupportedModelError, match=r"explains the keys of layer 0 of LlamaForCausalLM \(best misses"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"explains the keys of layer 0 of LlamaForCausalLM \(best misses"):
         find_rotations(model)
 
 

@@ -45,9 +45,7 @@ def refuse(model, message):
 
 
 def test_training_mode_is_refused():
-    fresh = type(build("llama", "sdpa"))(
-        LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
-    )
+    fresh = type(build("llama", "sdpa"))(LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1))
     refuse(fresh, r"training mode.*call model\.eval\(\)")
 
 
@@ -79,9 +77,7 @@ def test_layers_that_hold_no_single_tokens_are_refused():
 
 
 def test_a_policy_longer_than_the_only_window_of_the_model_is_refused():
-    refuse(
-        MistralConfig(sliding_window=10), "sees 10 tokens and the policy keeps 11; use max_total_tokens=10"
-    )
+    refuse(MistralConfig(sliding_window=10), "sees 10 tokens and the policy keeps 11; use max_total_tokens=10")
 
 
 def test_a_policy_of_another_type_than_the_models_keys_is_refused(model):
@@ -104,18 +100,14 @@ def test_frequencies_that_change_with_the_length_are_refused_before_they_do(kind
     model = type(build("llama", "sdpa"))(config).eval()
     cache = SlidingWindowCache(model, POLICY)
     in_chunks(model, cache, text(40)[None], [30, *[1] * 10])
-    with pytest.raises(
-        UnsupportedModelError, match="changes its frequencies after 40 tokens and 41 are asked for"
-    ):
+    with pytest.raises(UnsupportedModelError, match="changes its frequencies after 40 tokens and 41 are asked for"):
         in_chunks(model, cache, text(1)[None], [1])
 
 
 def test_attention_switched_after_construction_is_refused(model, cache):
     model.config._attn_implementation = "flex_attention"
     try:
-        with pytest.raises(
-            UnsupportedOperationError, match="flex_attention attention takes no sink-and-window mask"
-        ):
+        with pytest.raises(UnsupportedOperationError, match="flex_attention attention takes no sink-and-window mask"):
             in_chunks(model, cache, text(5)[None], [5])
     finally:
         model.config._attn_implementation = "sdpa"
@@ -148,9 +140,7 @@ def test_right_padding_and_holes_are_refused(model, cache, row):
 def test_crop_names_what_is_gone_and_what_to_do(model, cache):
     model.generate(text(20)[None], cache=cache, **GREEDY)
     cache.crop(0)
-    with pytest.raises(
-        UnsupportedOperationError, match=r"take back 3 tokens: what they evicted \(14 so far\) is gone"
-    ):
+    with pytest.raises(UnsupportedOperationError, match=r"take back 3 tokens: what they evicted \(14 so far\) is gone"):
         cache.crop(-3)
     assert not cache.is_croppable
 
@@ -233,9 +223,7 @@ def test_a_backward_pass_is_told_that_gradients_end_here(model, kind):
 def test_layers_on_two_devices_are_refused(model, cache):
     in_chunks(model, cache, text(5)[None], [5])
     cache.get_mask_sizes(1, 0)[1].builder.step = cache.rings["full_attention"].decode
-    with pytest.raises(
-        UnsupportedModelError, match="layers live on cpu and meta; load the model on one device"
-    ):
+    with pytest.raises(UnsupportedModelError, match="layers live on cpu and meta; load the model on one device"):
         cache.update(torch.empty(1, 2, 1, 8, device="meta"), torch.empty(1, 2, 1, 8, device="meta"), 1)
 
 

@@ -15,9 +15,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 CACHES = {
     "sliding": lambda: SlidingWindowCache(CONFIG, CachePolicy(max_total_tokens=16, sinks=4)),
-    "shifting": lambda: ShiftingKVCache(
-        CONFIG, CachePolicy(max_total_tokens=16, eviction="shift", low_water=8)
-    ),
+    "shifting": lambda: ShiftingKVCache(CONFIG, CachePolicy(max_total_tokens=16, eviction="shift", low_water=8)),
     "static": lambda: StaticKVCache(CONFIG, 100),
 }
 

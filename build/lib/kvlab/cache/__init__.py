@@ -1,0 +1,33 @@
+"""Key/value caches; each one is a transformers ``Cache``."""
+
+from .errors import (
+    BatchChangedError,
+    CacheError,
+    CapacityError,
+    PaddingError,
+    PrefillChunkError,
+    ReuseError,
+    TornForwardError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+from .policy import CachePolicy
+from .shift import ShiftingKVCache
+from .sliding import SlidingWindowCache
+from .static import StaticKVCache
+
+__all__ = [
+    "BatchChangedError",
+    "CacheError",
+    "CachePolicy",
+    "CapacityError",
+    "PaddingError",
+    "PrefillChunkError",
+    "ReuseError",
+    "ShiftingKVCache",
+    "SlidingWindowCache",
+    "StaticKVCache",
+    "TornForwardError",
+    "UnsupportedModelError",
+    "UnsupportedOperationError",
+]

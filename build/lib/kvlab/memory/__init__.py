@@ -1,0 +1,1 @@
+"""Where the bytes go: arithmetic, messages, snapshots and a model of the allocator."""

@@ -1,0 +1,108 @@
+"""Replay a recorded run on the model: does it decide as the GPU did, would another card have held it?"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from kvlab.memory.allocator.settings import AllocatorSettings, TieBreak
+from kvlab.memory.replay.card import run_on_card
+from kvlab.memory.replay.compare import Comparison, Recording, compare
+from kvlab.memory.replay.result import ReplayOom, ReplayResult
+from kvlab.memory.snapshot.reader import read_snapshot
+from kvlab.memory.snapshot.records import Snapshot
+
+__all__ = ["ReplayOom", "ReplayResult", "replay"]
+
+_ORDERS: tuple[TieBreak, ...] = ("address", "segment_age", "block_age")
+
+
+def replay(source: str | Path | bytes | Snapshot, gpu_memory_bytes: int | None = None) -> ReplayResult:
+    """Replay a snapshot's trace from its first event and compare.
+
+    Requests, frees and the addresses that cudaMalloc returned come from the recording; every address of a
+    block, and when and how large a cudaMalloc is needed, is the model's own decision. With
+    ``gpu_memory_bytes`` (what PyTorch may reserve, nothing subtracted) the same requests also run on a card
+    of that size (``run_on_card``).
+
+    Raises SnapshotError if the source is no snapshot.
+    """
+    snapshot = source if isinstance(source, Snapshot) else read_snapshot(source)
+    recordings = _per_device(snapshot)
+    runs = [_best_order(recording, snapshot) for recording in recordings]
+    oom = None
+    if gpu_memory_bytes is not None:
+        for recording, run in zip(recordings, runs, strict=True):
+            if oom is None and run.initial is not None:
+                oom = run_on_card(recording, run.initial, run.settings, gpu_memory_bytes)
+    return _result(recordings, runs, oom)
+
+
+def _per_device(snapshot: Snapshot) -> list[Recording]:
+    count = max([s.device + 1 for s in snapshot.segments] + [len(snapshot.traces)], default=0)
+    recordings = [
+        Recording(
+            tuple(s for s in snapshot.segments if s.device == device),
+            snapshot.traces[device] if device < len(snapshot.traces) else (),
+        )
+        for device in range(count)
+    ]
+    return [r for r in recordings if r.segments or r.events]
+
+
+def _best_order(recording: Recording, snapshot: Snapshot) -> Comparison:
+    """The replay under the tie-break of the torch that recorded; a snapshot does not name its version.
+
+    Traces of 2.13 and newer name the memory pool, and are tried first with that version's rule.
+    """
+    names_pool = bool(recording.events) and recording.events[-1].pool_id is not None
+    orders = sorted(_ORDERS, key=lambda order: order != "segment_age") if names_pool else _ORDERS
+    settings = AllocatorSettings.from_snapshot(snapshot.settings)
+    best: Comparison | None = None
+    for order in orders:
+        run = compare(recording, replace(settings, tie_break=order))
+        if best is None or run.alloc_addresses_matched > best.alloc_addresses_matched:
+            best = run
+        if run.disagreement is None or run.initial is None:
+            break
+    assert best is not None
+    return best
+
+
+def _result(recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None) -> ReplayResult:
+    exact, reason = _verdict(recordings, runs)
+    return ReplayResult(
+        events=sum(len(r.events) for r in recordings),
+        alloc_events=sum(r.alloc_events for r in runs),
+        alloc_addresses_matched=sum(r.alloc_addresses_matched for r in runs),
+        segment_allocs=sum(r.segment_allocs for r in runs),
+        segment_allocs_matched=sum(r.segment_allocs_matched for r in runs),
+        final_allocated_bytes=sum(r.allocated_bytes for r in runs),
+        final_reserved_bytes=sum(r.reserved_bytes for r in runs),
+        recorded_allocated_bytes=sum(r.allocated_bytes for r in recordings),
+        recorded_reserved_bytes=sum(r.reserved_bytes for r in recordings),
+        exact=exact,
+        reason=reason,
+        tie_break=runs[0].settings.tie_break if runs else "address",
+        oom=oom,
+    )
+
+
+def _unknown_ages(run: Comparison) -> str:
+    """A reason beyond the model's control: age breaks ties since 2.12, and a snapshot does not record it."""
+    segments = run.initial.segments if run.initial else []
+    if run.settings.tie_break == "address" or not segments:
+        return ""
+    return f"; the order in which the {len(segments)} segments from before the recording came is not recorded"
+
+
+def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool | None, str | None]:
+    """True, False or None (nothing to judge), and the reason."""
+    for run in runs:
+        if run.initial is None:
+            return None, run.disagreement
+    if not any(run.alloc_events for run in runs):
+        events = sum(len(r.events) for r in recordings)
+        return None, f"the trace holds no allocation to judge ({events} events in all)"
+    for run in runs:
+        if run.disagreement is not None:
+            return False, run.disagreement + _unknown_ages(run)
+    return True, None

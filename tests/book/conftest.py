@@ -1,0 +1,55 @@
+"""The book of this checkout, built once from nothing, and a browser to open its pages with."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sample import ROOT, build
+from visit import Browser, Server, open_browser, serve
+
+from kvlab.lab.runner import lab_names, run_labs
+from kvlab.lab.stage import stage
+
+sys.path.append(str(ROOT / "book" / "_ext"))
+
+
+@dataclass(frozen=True)
+class Book:
+    """A built book: its source tree, its pages, and what the build said."""
+
+    source: Path
+    html: Path
+    returncode: int
+    log: str
+
+
+def built(source: Path) -> Book:
+    done = build(source, source / "out")
+    return Book(source, source / "out" / "_build" / "html", done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
+    """The whole book with its labs run and staged, apart from the checkout; runs that still stand are reused."""
+    source = tmp_path_factory.mktemp("book")
+    shutil.copy(ROOT / "_config.yml", source)
+    shutil.copytree(ROOT / "labs", source / "labs")
+    shutil.copytree(ROOT / "book", source / "book", ignore=shutil.ignore_patterns("_build", "labs"))
+    stage(run_labs(lab_names()), source / "book" / "labs")
+    return built(source)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    yield from open_browser()
+
+
+@pytest.fixture(scope="session")
+def server(book: Book) -> Iterator[Server]:
+    with serve(book.html) as address:
+        yield address

@@ -1,0 +1,49 @@
+"""Opened in a browser, every page keeps to this host, raises no error and can be read in light, dark and on a phone."""
+
+from __future__ import annotations
+
+import pytest
+from pages import pages_in_toc
+from sample import ROOT
+from visit import MODES, Visit, visit
+
+pytestmark = pytest.mark.book
+
+
+@pytest.fixture(scope="module", params=sorted(pages_in_toc(ROOT)))
+def seen(request, book, browser, server) -> Visit:
+    return visit(browser, server, f"{request.param}.html")
+
+
+def test_nothing_is_asked_of_another_host(seen):
+    assert seen.remote == []
+
+
+def test_the_console_shows_no_error(seen):
+    assert seen.errors == []
+
+
+def test_axe_finds_nothing_in_any_mode(seen):
+    assert seen.violations == {mode: [] for mode in MODES}
+
+
+def test_the_page_never_scrolls_sideways(seen):
+    assert seen.width == MODES
+
+
+def test_the_theme_follows_the_reader(seen):
+    assert seen.theme == {"light": "light", "dark": "dark", "phone": "light"}
+
+
+def test_formulas_can_be_heard(browser, server):
+    page = browser.new_page()
+    page.goto(f"{server}book/plan.html")
+    page.wait_for_selector("mjx-container mjx-assistive-mml", state="attached")
+    page.close()
+
+
+def test_search_finds_a_term_of_the_glossary(browser, server):
+    page = browser.new_page()
+    page.goto(f"{server}search.html?q=eviction")
+    page.wait_for_selector("#search-results a[href*='book/glossary.html']")
+    page.close()

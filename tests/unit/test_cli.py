@@ -1,0 +1,105 @@
+"""The command line: JSON for machines, exit 2 and one line for bad input, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvlab.cli import app, main
+
+
+def kvlab(*arguments: str, stdin: str = "", cwd=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "kvlab.cli", *arguments]
+    return subprocess.run(command, input=stdin, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def run_in_process(capsys, *arguments: str) -> dict:
+    app(list(arguments), standalone_mode=False)
+    return json.loads(capsys.readouterr().out)
+
+
+PLAN_KEYS = {
+    "weights_bytes",
+    "kv_bytes_per_token",
+    "kv_bytes",
+    "total_bytes",
+    "usable_bytes",
+    "fits",
+    "max_tokens",
+    "terms",
+}
+CASE = ("--model", "llama-2-7b", "--batch", "4", "--tokens", "6000", "--json")
+
+
+def test_plan_answers_the_articles_case_in_json(capsys):
+    answer = run_in_process(capsys, "plan", *CASE, "--gpu", "rtx3090-24g")
+    assert answer.keys() >= PLAN_KEYS
+    assert answer["kv_bytes_per_token"] == 2 * 32 * 32 * 128 * 2
+    assert answer["kv_bytes"] == 4 * 6000 * answer["kv_bytes_per_token"]
+    assert answer["total_bytes"] == sum(answer["terms"].values())
+    assert answer["fits"] is False
+
+
+def test_gpu_memory_subtracts_nothing_and_a_named_gpu_does(capsys):
+    given = run_in_process(capsys, "plan", *CASE, "--gpu-memory", "24GiB")
+    named = run_in_process(capsys, "plan", *CASE, "--gpu", "rtx3090-24g")
+    assert given["usable_bytes"] == 24 * 2**30
+    assert named["usable_bytes"] < given["usable_bytes"]
+
+
+def test_diagnose_reads_standard_input():
+    text = "RuntimeError: CUDA error: out of memory\n"
+    answer = json.loads(kvlab("diagnose", "-", "--json", stdin=text).stdout)
+    assert answer["is_oom"] is True
+    assert len(answer["events"]) == 1
+
+
+def test_claims_lists_the_whole_ledger(capsys):
+    assert len(run_in_process(capsys, "claims", "--json")["claims"]) == 41
+
+
+BAD = {
+    ("labs", "--lab", "99"): "unknown lab '99'",
+    ("labs", "--profile", "slow"): "unknown profile 'slow'",
+    ("labs", "--device", "tpu"): "unknown device 'tpu'",
+    ("labs", "-p", "nonsense"): "-p takes NAME=VALUE",
+    ("labs", "-p", "nonsense=1"): "has no parameter nonsense",
+    ("labs", "-p", "model=nope"): "there is no model 'nope'",
+    ("labs", "-p", "gpu=nope"): "unknown GPU 'nope'",
+    ("labs", "--lab", "02", "-p", "budget_mib=-4"): "budget_mib must be a positive number",
+    ("labs", "--nope"): "No such option",
+    ("plan", *CASE): "give either --gpu NAME or --gpu-memory SIZE",
+    ("plan", *CASE, "--gpu-memory", "-3GiB"): "is not a size",
+    ("plan", *CASE, "--gpu", "nope"): "unknown GPU 'nope'",
+    ("diagnose", "no/such/file"): "cannot read no/such/file",
+    ("model", "fetch", "nope"): "'nope' is not a bundled model",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD, ids=" ".join)
+def test_bad_input_is_one_line_and_exit_2(arguments, monkeypatch, capsys):
+    assert_refused(arguments, BAD[arguments], monkeypatch, capsys)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path, monkeypatch, capsys):
+    arguments = ("plan", "--model", str(tmp_path), "--gpu-memory", "3GiB", "--batch", "1", "--tokens", "3")
+    assert_refused(arguments, "has no config.json", monkeypatch, capsys)
+
+
+def assert_refused(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvlab", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_the_installed_command_refuses_in_one_line_too():
+    done = kvlab("labs", "--nope")
+    assert (done.returncode, done.stderr) == (2, "kvlab: No such option: --nope\n")
