@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import torch
 
+from .chunk import ChunkStep, FirstStep
+from .decode import DecodeStep
 from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperationError
 from .masks import MaskOffset, MaskRequest
 from .progress import Progress
 from .rotary import Rotation
-from .steps import ChunkStep, DecodeStep, FirstStep
 
 
 class Ring:
@@ -134,7 +135,8 @@ class Ring:
         """Raise if no mask was asked for, so the step could not be planned."""
         if self.step is None:
             raise UnsupportedOperationError(
-                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or attention "
+                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or "
+                "attention "
                 "other than eager and SDPA? Pass the 2-D mask, and use model.set_attn_implementation('sdpa')"
             )
 
@@ -173,6 +175,10 @@ class Ring:
             raise BatchChangedError(
                 f"allocated for (batch, heads, head_dim) {(batch, heads, dim)} in {self.keys.dtype}, got "
                 f"{(keys.shape[0], keys.shape[1], keys.shape[3])} in {keys.dtype}; make a new cache"
+            )
+        if keys.device != self.keys.device:
+            raise UnsupportedModelError(
+                f"layers live on {self.keys.device} and {keys.device}; load the model on one device"
             )
 
     def reorder(self, beam_idx: torch.Tensor) -> None:

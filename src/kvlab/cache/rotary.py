@@ -37,10 +37,9 @@ class Rotation:
             return keys[..., 0 : 2 * n : 2], keys[..., 1 : 2 * n : 2]
         return keys[..., :n], keys[..., n : 2 * n]
 
-    def angles(self, distance: torch.Tensor) -> torch.Tensor:
-        """Angles (..., n) in fp32 of a turn by ``distance`` (...) positions."""
-        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=distance.device)
-        return distance.float()[..., None] * inv_freq
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        """``inv_freq`` (n,) in fp32; times a number of positions it is the angle to turn by."""
+        return torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
 
     def turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
         """Write ``keys`` (..., head_dim) turned further by the angle of ``cos`` and ``sin`` (..., n) into
@@ -139,12 +138,11 @@ def _explain(
     if torch.equal(here, there):
         return None
     here, there = here.float(), there.float()
-    turn = torch.tensor(distance, device=here.device)
     best, best_error = None, float("inf")
     for rotation in candidates:
         if 2 * len(rotation.inv_freq) > here.shape[-1]:
             continue
-        angles, turned = rotation.angles(turn), here.clone()
+        angles, turned = distance * rotation.frequencies(here.device), here.clone()
         rotation.turn(here, angles.cos(), angles.sin(), turned)
         error = float((turned - there).abs().max() / there.abs().max())
         if error < best_error:

@@ -6,6 +6,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from .base import BoundedCache
 from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperationError
+from .gradients import without_gradients
 from .masks import MaskOffset, MaskRequest, register_masks
 from .policy import CachePolicy
 from .progress import Progress
@@ -32,7 +33,7 @@ class ShiftPlan:
         self.planned = False
 
     def dropped(self, position):
-        """Tokens dropped before token ``position`` of a row is stored, negative for none; for ints and tensors."""
+        """Tokens dropped before token ``position`` of a row is stored, negative for none; ints or tensors."""
         burst = self.high - self.low
         return ((position - self.high) // burst + 1) * burst
 
@@ -80,7 +81,6 @@ class ShiftingLayer(CacheLayerMixin):
             )
         self.is_initialized = True
 
-    @torch.no_grad()
     def update(self, key_states, value_states, *args, **kwargs):
         """Store q new tokens; returns the keys and values (B, H, columns, head_dim) the mask is for."""
         if not self.is_initialized:
@@ -97,11 +97,12 @@ class ShiftingLayer(CacheLayerMixin):
             if key_states.shape[2] > 1:
                 self.plan.progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
             self.plan.progress.begun = True
-        held = self._append(self.keys, key_states), self._append(self.values, value_states)
+        with torch.no_grad():
+            held = self._append(self.keys, key_states), self._append(self.values, value_states)
         if self.is_last:
             self.plan.progress.finished = True
             self.plan.planned = False
-        return held
+        return without_gradients(held, key_states)
 
     def _append(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         plan, q = self.plan, states.shape[2]

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
+from .gradients import without_gradients
 from .masks import register_masks
 from .policy import CachePolicy
 from .progress import Progress
@@ -31,21 +32,21 @@ class RingLayer(CacheLayerMixin):
         self.keys, self.values = self.ring.layer_keys[self.index], self.ring.layer_values[self.index]
         self.is_initialized = True
 
-    @torch.no_grad()
     def update(self, key_states, value_states, *args, **kwargs):
         """Store q new tokens; returns the keys and values (B, H, columns, head_dim) the mask is for."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.ring.check_planned()
-        progress = self.ring.progress
-        if self.is_first:
-            if key_states.shape[2] > 1:
-                progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
-            progress.begun = True
-        held = self.ring.append(self.index, key_states, value_states)
-        if self.is_last:
-            progress.finished = True
-        return held
+        with torch.no_grad():
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.ring.check_planned()
+            progress = self.ring.progress
+            if self.is_first:
+                if key_states.shape[2] > 1:
+                    progress.check_positions((kwargs.get("kwargs") or {}).get("position_ids"))
+                progress.begun = True
+            held = self.ring.append(self.index, key_states, value_states)
+            if self.is_last:
+                progress.finished = True
+        return without_gradients(held, key_states)
 
     def get_mask_sizes(self, query_length: int):
         return query_length, self.ring.offset

@@ -6,6 +6,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
 from .errors import BatchChangedError, CapacityError, TornForwardError
+from .gradients import without_gradients
 from .shapes import head_dim, num_key_value_heads
 
 
@@ -29,7 +30,6 @@ class StaticLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # or a later step outside inference mode could not write to it
             return states.new_zeros((batch, heads, self.max_total_tokens, dim))
 
-    @torch.no_grad()
     def update(self, key_states, value_states, *args, **kwargs):
         """Write q tokens behind the last one; returns views of the ``seen + q`` tokens held."""
         if not self.is_initialized:
@@ -44,10 +44,11 @@ class StaticLayer(CacheLayerMixin):
                 f"the buffer holds {self.max_total_tokens} tokens, {self.seen} are stored and "
                 f"{key_states.shape[-2]} more do not fit; allocate at least {end}"
             )
-        self.keys[:, :, self.seen : end].copy_(key_states)
-        self.values[:, :, self.seen : end].copy_(value_states)
+        with torch.no_grad():
+            self.keys[:, :, self.seen : end].copy_(key_states)
+            self.values[:, :, self.seen : end].copy_(value_states)
         self.seen = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return without_gradients((self.keys[:, :, :end], self.values[:, :, :end]), key_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0

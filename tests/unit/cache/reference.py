@@ -1,8 +1,9 @@
 """What a window with sinks means: a dense forward without a cache. Shares no code with the cache.
 
-The model runs with all positions 0, where rotary embedding is the identity, and with an attention function that
-rotates by hand: query p at p, the last W keys at their own positions, the first S keys moved on by the number of
-tokens evicted before p, e(p) = max(0, p + 1 - S - W). That is the definition, key by key and query by query.
+The model runs with all positions 0, where rotary embedding is the identity, and with an attention function
+that rotates by hand: query p at p, the last W keys at their own positions, the first S keys moved on by the
+number of tokens evicted before p, e(p) = max(0, p + 1 - S - W). That is the definition, key by key and query
+by query.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ class Rope:
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
         """x (..., head_dim) turned to position (...), pairs as complex numbers.
 
-        The angles are rounded to fp32 as in every model of transformers; exact ones would differ by 1e-4 in logits.
+        The angles are rounded to fp32 as in every model of transformers; exact ones would differ by 1e-4 in
+        logits.
         """
         frequency = self.theta ** (-torch.arange(0, self.dims, 2) / self.dims)
         angle = position[..., None].float() * frequency
@@ -94,7 +96,7 @@ def reference_logits(model: PreTrainedModel, rules: list, ids: Tensor) -> Tensor
 
 
 def reference_model(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that can ``generate`` by the rules it is ``following``: every step runs the whole text again."""
+    """A model that can ``generate`` by the rules it is ``following``, the whole text in every step."""
 
     class Reference(type(model)):
         def forward(self, input_ids, **options):

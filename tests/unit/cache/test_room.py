@@ -30,7 +30,7 @@ def test_the_named_chunk_size_fits_for_the_whole_text(how, limit_bytes):
 
 def test_a_refused_chunk_leaves_the_cache_as_it_was():
     model, ids = build("llama", "sdpa"), text(400)[None]
-    cache = SlidingWindowCache(model, POLICY, chunk_limit_bytes=50_000)
+    cache = SlidingWindowCache(model, POLICY, chunk_limit_bytes=100_000)
     in_chunks(model, cache, ids[:, :80], even_chunks(80, 20))
     with pytest.raises(PrefillChunkError):
         in_chunks(model, cache, ids[:, 80:], [320])
@@ -43,6 +43,6 @@ def test_room_counts_columns_mask_and_the_scores_of_eager_attention():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     config._attn_implementation = "sdpa"
     room = ChunkRoom.of(config, 2, 0)
-    assert room.needed(batch=3, q=5, columns=7) == 3 * 7 * (2 * 2 * 16 * 2 + 5 * (1 + 2))
+    assert room.needed(batch=3, q=5, columns=7) == 3 * 7 * (2 * (2 + 4) * 16 * 2 + 5 * (1 + 2))
     config._attn_implementation = "eager"
     assert ChunkRoom.of(config, 2, 0).score_bytes == 3 + 4 * (2 * 2 + 4)

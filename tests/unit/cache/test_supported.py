@@ -12,7 +12,9 @@ from kvlab.cache import (
     CachePolicy,
     PaddingError,
     ReuseError,
+    ShiftingKVCache,
     SlidingWindowCache,
+    StaticKVCache,
     TornForwardError,
     UnsupportedModelError,
     UnsupportedOperationError,
@@ -198,3 +200,37 @@ def test_a_forward_that_dies_after_every_layer_stored_its_keys_counts(model, cac
     finally:
         model.lm_head = head
     assert cache.tokens_seen == 25
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shifting", "static"])
+def test_a_backward_pass_is_told_that_gradients_end_here(model, kind):
+    cache, again = (
+        {
+            "sliding": lambda: SlidingWindowCache(model, POLICY),
+            "shifting": lambda: ShiftingKVCache(model, CachePolicy(max_total_tokens=8, eviction="shift")),
+            "static": lambda: StaticKVCache(model, 40),
+        }[kind]()
+        for _ in range(2)
+    )
+    expected = in_chunks(model, again, text(25)[None], [20, 5])[:, 20:]
+    in_chunks(model, cache, text(25)[None, :20], [20])
+    logits = model(text(25)[None, 20:], cache=cache).logits
+    assert torch.equal(logits, expected)
+    with pytest.raises(UnsupportedOperationError, match="train without a cache"):
+        logits.sum().backward()
+
+
+def test_layers_on_two_devices_are_refused(model, cache):
+    in_chunks(model, cache, text(5)[None], [5])
+    cache.get_mask_sizes(1, 0)[1].builder.step = cache.rings["full_attention"].decode
+    with pytest.raises(UnsupportedModelError, match="layers live on cpu and meta; load the model on one device"):
+        cache.update(torch.empty(1, 2, 1, 8, device="meta"), torch.empty(1, 2, 1, 8, device="meta"), 1)
+
+
+def test_a_text_begun_in_inference_mode_may_go_on_outside(model, cache):
+    ids = text(40)[None]
+    with torch.inference_mode():
+        first = model(ids[:, :20], cache=cache).logits
+    rest = in_chunks(model, cache, ids[:, 20:], [1, 9, 10])
+    expected = in_chunks(model, SlidingWindowCache(model, POLICY), ids, [40])
+    assert torch.allclose(torch.cat([first, rest], dim=1), expected, atol=1e-4)

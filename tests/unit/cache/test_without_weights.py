@@ -1,8 +1,10 @@
-"""Shapes without weights: the caches run on meta and fake tensors, from a config, without reading the device."""
+"""Shapes without weights: the caches run on meta and fake tensors, from a config, and read nothing."""
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvlab.cache import CachePolicy, ShiftingKVCache, SlidingWindowCache, StaticKVCache
@@ -42,3 +44,31 @@ def test_on_fake_tensors(kind):
     assert cache.tokens_seen == 40
     assert type(cache.layers[0].keys).__name__ == "FakeTensor"
     assert cache.nbytes > 0
+
+
+class HostTensors(TorchDispatchMode):
+    """Operations that make a tensor on the host: on a GPU, each would be a copy the step waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in tree_leaves(results)):
+            self.found.append(str(function))
+        return results
+
+
+def test_a_decode_step_makes_no_tensor_on_the_host():
+    cache = CACHES["sliding"]()
+    run(cache, "meta")
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(CONFIG, attn_implementation="sdpa").eval()
+        token = torch.zeros(3, 1, dtype=torch.long)
+    with torch.no_grad(), HostTensors() as host:
+        for _ in range(3):
+            model(token, cache=cache, use_cache=True)
+        assert host.found == []
+        torch.tensor([1])
+    assert host.found

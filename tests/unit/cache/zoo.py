@@ -1,4 +1,5 @@
-"""The shared test matrix: tiny random models of every family the cache promises, and what it must keep of each.
+"""The shared test matrix: tiny random models of every family the cache promises, and what it must keep of
+each.
 
 The rotary facts are written down by hand, as the reference must not learn them the way the cache does.
 """
@@ -43,7 +44,7 @@ GROUPED = {**TINY, "num_hidden_layers": 2, "num_key_value_heads": 2}
 
 @dataclass(frozen=True)
 class Specimen:
-    """One tiny model: its config, the rotation of each layer, and the layers that keep a window of their own."""
+    """One tiny model: its config, the rotation of each layer, and which layers have a window of their own."""
 
     config: PreTrainedConfig
     ropes: tuple[Rope | None, ...]
