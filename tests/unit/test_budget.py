@@ -203,9 +203,7 @@ def test_a_timeout_ends_the_process_and_says_how_far_it_came(tmp_path, refused_a
 
     timeout_s = round(2 * refused_and_seconds[1] + 1)  # a child has started by then, also on a busy machine
     started_s = time.monotonic()
-    with pytest.raises(
-        BudgetTimeout, match=f"within {timeout_s} s and was ended after 1 steps; pass a larger"
-    ):
+    with pytest.raises(BudgetTimeout, match=f"within {timeout_s} s and was ended after 1 steps; pass a larger"):
         run_under_budget(stall, tmp_path / "pid", budget_bytes=BUDGET_BYTES, timeout_s=timeout_s)
     assert timeout_s <= time.monotonic() - started_s < timeout_s + 4
     with pytest.raises(ProcessLookupError):
