@@ -24,8 +24,15 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The model the labs run on.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="Side-by-side measurements, in one process.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _console() -> Console:
+    """The terminal as wide as it is; a pipe or file as wide as the tables need."""
+    return Console() if sys.stdout.isatty() else Console(width=132)
 
 
 def main() -> None:
@@ -76,7 +83,7 @@ def plan(
     if as_json:
         print(result.model_dump_json())
     else:
-        Console().print(result.render())
+        _console().print(result.render())
 
 
 @app.command()
@@ -96,7 +103,7 @@ def diagnose(
     if as_json:
         print(found.model_dump_json())
     else:
-        Console().print(oom.render(found))
+        _console().print(oom.render(found))
 
 
 @app.command()
@@ -265,6 +272,25 @@ def _lab_line(result: Any) -> str:
     return line if result.status == "green" else f"{line}\n    {result.reason}\n    see {result.folder}"
 
 
+@bench_app.command("cache")
+def bench_the_cache(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    as_json: Json = False,
+) -> None:
+    """What each cache costs per token, beside its peers: medians, ratios, bytes, and how far each is from the floor."""
+    from kvlab.bench import bench_cache, render
+    from kvlab.lab.runner import PROFILES
+
+    if profile not in PROFILES:
+        raise KvlabError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+    result = bench_cache(profile, device)
+    if as_json:
+        print(result.model_dump_json())
+    else:
+        _console().print(render(result))
+
+
 @app.command()
 def claims(as_json: Json = False) -> None:
     """The ledger: every claim of the article, its lab and the verdict on record."""
@@ -277,7 +303,7 @@ def claims(as_json: Json = False) -> None:
     table = Table("claim", "lab", "statement", "verdict on record")
     for claim in ledger:
         table.add_row(claim.id, claim.lab, claim.statement, claim.expected)
-    Console().print(table)
+    _console().print(table)
 
 
 if __name__ == "__main__":
