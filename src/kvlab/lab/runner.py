@@ -151,12 +151,13 @@ def _check_values(lab: str, parameters: dict[str, Any]) -> None:
     if "model" in parameters:
         load_tokenizer(parameters["model"])  # says what is wrong with a name, a folder, or a model not fetched
     for name, value in parameters.items():
-        if name.endswith(("_mib", "_tokens")) and value is not None and not (_is_number(value) and value > 0):
+        sizes = value if isinstance(value, list) else [value]
+        if name.endswith(("_mib", "_tokens")) and not all(size is None or _is_size(size) for size in sizes):
             raise KvlabError(f"{lab}: {name} must be a positive number, not {value!r}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _default_parameters(lab: str) -> dict[str, Any]:
