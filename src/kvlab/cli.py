@@ -140,7 +140,7 @@ def _summary_table(summary: Any) -> Table:
     for name, meaning in (
         ("reserved", f"{summary.segment_count:,} segments"),
         ("allocated", "held by tensors"),
-        ("active", "and freed, but in use yet"),
+        ("active", "plus freed, still used"),
         ("free", f"{summary.free_block_count:,} blocks"),
         ("releasable", "in wholly idle segments"),
         ("largest_free_block", ""),
