@@ -145,16 +145,16 @@ def _draw_address_map(read: Any, path: Path) -> str:
 def _summary_table(summary: Any) -> Table:
     table = Table("memory", Column("bytes", justify="right"), Column("MiB", justify="right"), "what it is")
     for name, meaning in (
-        ("reserved", f"{summary.segment_count:,} segments from the driver"),
-        ("allocated", "blocks that tensors hold"),
-        ("active", "and blocks freed while another stream works on them"),
-        ("free", f"{summary.free_block_count:,} blocks in those segments"),
-        ("releasable", "the part of free in wholly idle segments: comes back by itself"),
-        ("largest_free_block", "the largest request that needs no new segment"),
+        ("reserved", f"{summary.segment_count:,} segments"),
+        ("allocated", "held by tensors"),
+        ("active", "plus freed, still used"),
+        ("free", f"{summary.free_block_count:,} blocks"),
+        ("releasable", "in wholly idle segments"),
+        ("largest_free_block", ""),
     ):
         size = getattr(summary, f"{name}_bytes")
         table.add_row(name.replace("_", " "), f"{size:,}", f"{size / 2**20:,.1f}", meaning)
-    table.add_row("fragmentation", "", f"{summary.fragmentation:.2f}", "1 - largest free block / free")
+    table.add_row("fragmentation", "", f"{summary.fragmentation:.2f}", "1 - largest free / free")
     return table
 
 

@@ -208,7 +208,7 @@ def test_lines_left_out_are_the_only_ones_that_may_be_missing():
 
 def test_the_page_shows_what_the_commands_print(kvlab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "70")
     exec(blocks("python")[0], {})
     pages = blocks("console")
     assert len(pages) == 4
