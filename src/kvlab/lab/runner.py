@@ -34,7 +34,7 @@ from kvlab.model import load_tokenizer
 
 KERNEL = "python3"
 PROFILES = ("quick", "full")
-CELL_TIMEOUT_S = {"quick": 300, "full": 3600}
+CELL_TIMEOUT_S = {"quick": 600, "full": 7200}
 _KERNEL_ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
