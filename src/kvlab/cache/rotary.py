@@ -4,6 +4,7 @@ import copy
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -13,6 +14,8 @@ from .shapes import head_dim
 
 PROBE_FROM, PROBE_TO = 3, 40
 PROBE_TOKENS = 4
+
+_found: WeakKeyDictionary = WeakKeyDictionary()  # model: its rotations
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
     for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
         if not torch.equal(v_here, v_there):
             raise UnsupportedModelError(
-                f"the values of layer {layer} of {name} change with the position (latent attention?); "
-                "use a DynamicCache"
+                f"the values of layer {layer} of {name} change with the position (latent attention?); use a "
+                "DynamicCache"
             )
         rotations.append(_explain(k_here, k_there, far - PROBE_FROM, candidates, f"layer {layer} of {name}"))
     return rotations
