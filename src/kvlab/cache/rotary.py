@@ -15,7 +15,7 @@ from .shapes import head_dim
 PROBE_FROM, PROBE_TO = 3, 40
 PROBE_TOKENS = 4
 
-_found: WeakKeyDictionary = WeakKeyDictionary()  # model: its rotations
+_found: WeakKeyDictionary = WeakKeyDictionary()  # model: {dtype: rotations}
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,20 @@ class Rotation:
 def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation | None]:
     """How each layer rotates its keys; None for a layer that does not (NoPE).
 
-    The model is probed: the key of one token at two positions shows the rotation, whatever the model is
-    called. A config, or a model on the meta device, is built one head wide first.
+    The model is probed: the key of one token at two positions shows the rotation, whatever the model is called. It is
+    probed once in each type it is cast to, as a cast may round its frequencies. A config, or a model on the meta
+    device, is built one head wide first.
     Raises ``UnsupportedModelError`` if none of the model's own frequencies explains its keys.
     """
     if isinstance(model, PreTrainedConfig) or model.device.type == "meta":
-        model = _one_head_wide(getattr(model, "config", model))
+        return _probe(_one_head_wide(getattr(model, "config", model)))
+    found = _found.setdefault(model, {})
+    if model.dtype not in found:
+        found[model.dtype] = _probe(model)
+    return found[model.dtype]
+
+
+def _probe(model: PreTrainedModel) -> list[Rotation | None]:
     candidates = {
         Rotation.of(buffer, interleaved)
         for name, buffer in model.named_buffers()
