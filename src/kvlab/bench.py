@@ -457,8 +457,8 @@ def render(result: CacheBench) -> Group:
     )
     steps.title = f"Decode step at W={result.step_window}, {where}"
     prefills.title = (
-        f"Prefill of {result.prefill_tokens:,} tokens, W={result.prefill_window}, "
-        f"chunks of {result.prefill_chunk}, {where}"
+        f"Prefill of {result.prefill_tokens:,} tokens, W={result.prefill_window}, chunks of {result.prefill_chunk}, "
+        f"{where}"
     )
     checks.title = "Promises"
     return Group(appends, steps, prefills, checks)

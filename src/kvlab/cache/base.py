@@ -17,7 +17,7 @@ class BoundedCache(Cache):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens of the longest sequence that went through, in columns (left padding counts)."""
+        """Tokens of the longest sequence that went through; padding that is known to be padding does not count."""
         raise NotImplementedError
 
     @property
@@ -50,8 +50,7 @@ class BoundedCache(Cache):
         resuming, self._resuming = self._resuming, False
         if self.tokens_seen and not resuming:
             raise ReuseError(
-                f"{type(self).__name__} already holds a text of {self.tokens_seen} tokens: call reset() "
-                "before "
+                f"{type(self).__name__} already holds a text of {self.tokens_seen} tokens: call reset() before "
                 "another text, or resume() to continue this one with the whole text given again"
             )
 
@@ -59,21 +58,20 @@ class BoundedCache(Cache):
         if tokens_to_remove == 0:
             return
         raise UnsupportedOperationError(
-            f"cannot take back {abs(tokens_to_remove)} tokens: what they evicted ({self.tokens_evicted} so "
-            "far) is "
+            f"cannot take back {abs(tokens_to_remove)} tokens: what they evicted ({self.tokens_evicted} so far) is "
             "gone. Use reset() and give the shorter text again, or a DynamicCache for assisted decoding"
         )
 
     def activate_past_recording(self) -> None:
         raise UnsupportedOperationError(
-            f"{type(self).__name__} cannot record what it evicts, which assisted decoding needs; "
-            "use a DynamicCache for assisted decoding"
+            f"{type(self).__name__} cannot record what it evicts, which assisted decoding needs; use a DynamicCache "
+            "for assisted decoding"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedOperationError(
-            f"the batch is fixed at the first token and cannot be repeated {repeats} times; "
-            "repeat the inputs before the first token instead"
+            f"the batch is fixed at the first token and cannot be repeated {repeats} times; repeat the inputs before "
+            "the first token instead"
         )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -23,11 +23,10 @@ class DecodeStep:
         device = ring.keys.device
         self.ring = ring
         self.first = torch.zeros(batch, dtype=torch.long, device=device)  # pads of each row
-        self.slot_numbers = torch.arange(slots, device=device)
         heads_of_rows = torch.arange(batch * heads, device=device).view(batch, heads)
         self.first_slot = heads_of_rows * slots  # of each row and head, in the flattened buffer of a layer
         self.first_sink = heads_of_rows * (ring.sinks_count + 1)
-        self.sink_slots = (self.first_slot[..., None] + self.slot_numbers[: ring.sinks_count]).flatten()
+        self.sink_slots = (self.first_slot[..., None] + torch.arange(ring.sinks_count, device=device)).flatten()
         self.row = torch.zeros(batch * heads, dtype=torch.long, device=device)
         self.sink_row = torch.zeros(batch * heads, dtype=torch.long, device=device)
         self.shown = slots
@@ -55,7 +54,7 @@ class DecodeStep:
         self.shown = slots if filled is None else filled
         if filled is not None and not need_mask:
             return None
-        return (self.slot_numbers[: self.shown] <= position[:, None])[:, None, None]
+        return (torch.arange(self.shown, device=position.device) <= position[:, None])[:, None, None]
 
     def _turn_sinks(self, distance: torch.Tensor, apart: bool) -> None:
         """Write the sinks, turned by ``distance`` (B,), where attention reads them."""
@@ -84,10 +83,11 @@ class DecodeStep:
 
 def _spans(ring: Ring):
     """Neighbouring layers that turn alike, which one call can turn: rotation, its frequencies, the layers."""
+    frequencies = {rotation: rotation.frequencies(ring.keys.device) for rotation in set(ring.rotations) - {None}}
     for rotation, layers in groupby(range(len(ring.rotations)), key=ring.rotations.__getitem__):
         layers = list(layers)
         if rotation is not None:
-            yield rotation, rotation.frequencies(ring.keys.device), slice(layers[0], layers[-1] + 1)
+            yield rotation, frequencies[rotation], slice(layers[0], layers[-1] + 1)
 
 
 def _write_rows(buffer: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> None:

@@ -7,6 +7,10 @@ class CacheError(KvlabError):
     """Base of every refusal of a kvlab cache."""
 
 
+class PolicyError(CacheError, ValueError):
+    """The policy is missing, or meant for another cache."""
+
+
 class UnsupportedModelError(CacheError):
     """The model (or one of its layers) does not fit a window cache."""
 

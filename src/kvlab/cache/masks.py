@@ -1,10 +1,8 @@
-"""The sink-and-window mask, registered with transformers: a cache that evicts says itself what a query may
-see.
+"""The sink-and-window mask, registered with transformers: a cache that evicts says itself what a query may see.
 
 transformers asks the cache for its mask sizes and hands the offset on, untouched, to the mask function of the
-attention implementation. Our caches return a ``MaskOffset``, an integer that knows its cache, and the
-registered functions let that cache build the mask. Every other cache gets the function that was registered
-before.
+attention implementation. Our caches return a ``MaskOffset``, which knows its cache, and the registered functions let
+that cache build the mask. Every other cache gets the function that was registered before.
 """
 
 from collections.abc import Callable
@@ -63,8 +61,7 @@ def _dispatch_mask(name: str, original: Callable, *args, kv_offset: int = 0, **k
         )
     if kwargs.get("use_vmap"):
         raise UnsupportedOperationError(
-            "this model lays another mask over the causal one (images, blocks), which a window cache cannot "
-            "express; "
+            "this model lays another mask over the causal one (images, blocks), which a window cache cannot express; "
             "use a DynamicCache"
         )
 

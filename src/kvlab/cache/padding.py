@@ -12,8 +12,8 @@ def read_left_padding(attention_mask: torch.Tensor, columns: int) -> list[int]:
     """
     if attention_mask.ndim != 2 or attention_mask.shape[1] != columns:
         raise PaddingError(
-            f"the attention mask has shape {tuple(attention_mask.shape)}; held text and chunk together are "
-            f"{columns} columns. Pass the mask of the whole text, or reset() before another text"
+            f"the attention mask has shape {tuple(attention_mask.shape)}; held text and chunk together are {columns} "
+            "columns. Pass the mask of the whole text, or reset() before another text"
         )
     mask = attention_mask.bool()
     pads = columns - mask.sum(dim=1)

@@ -6,19 +6,23 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedConfig
 
+from .errors import PolicyError
+
 DEFAULT_SINKS = 4  # StreamingLLM, arXiv 2309.17453, table 2: four sinks recover what more would
+
+
+def _shifts(given: dict) -> bool:
+    return given["eviction"] == "shift"
 
 
 class CachePolicy(BaseModel):
     """What a bounded cache keeps of each sequence.
 
     ``max_total_tokens``: tokens held per sequence: ``sinks`` first ones plus a window of the last ones.
-    ``sinks``: first tokens that are never evicted (StreamingLLM, arXiv 2309.17453). Default 4; 0 for
-    ``shift``.
     ``eviction``: ``ring`` overwrites the oldest token of the window; ``shift`` moves everything to the front.
-    ``high_water``, ``low_water``: ``shift`` only, in tokens. When ``high_water`` tokens are held, the next
-    one first drops the oldest until ``low_water`` are left. Defaults: ``max_total_tokens``, and one less (a
-    shift per token).
+    ``sinks``: first tokens that are never evicted (StreamingLLM, arXiv 2309.17453). Default 4; 0 for ``shift``.
+    ``high_water``, ``low_water``: ``shift`` only, in tokens. When ``high_water`` tokens are held, the next one first
+    drops the oldest until ``low_water`` are left. Defaults: ``max_total_tokens``, and one less (a shift per token).
     ``rotate_sinks``: move sink keys to the distance they would have, had the evicted tokens never been.
     ``dtype``: what keys and values must come in, such as ``bfloat16``; None takes the model's.
     """
@@ -26,36 +30,23 @@ class CachePolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_total_tokens: int = Field(gt=0)
-    sinks: int = Field(default=None, ge=0, validate_default=False)
     eviction: Literal["ring", "shift"] = "ring"
-    high_water: int | None = Field(default=None, gt=0)
-    low_water: int | None = Field(default=None, ge=0)
+    sinks: int = Field(default_factory=lambda given: 0 if _shifts(given) else DEFAULT_SINKS, ge=0)
+    high_water: int | None = Field(
+        default_factory=lambda given: given["max_total_tokens"] if _shifts(given) else None, gt=0
+    )
+    low_water: int | None = Field(
+        default_factory=lambda given: given["high_water"] - 1 if _shifts(given) else None, ge=0
+    )
     rotate_sinks: bool = True
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_defaults(cls, given):
-        if not isinstance(given, dict):
-            return given
-        filled = dict(given)
-        shifts = filled.get("eviction") == "shift"
-        if filled.get("sinks") is None:
-            filled["sinks"] = 0 if shifts else DEFAULT_SINKS
-        total = filled.get("max_total_tokens")
-        if shifts and isinstance(total, int):
-            if filled.get("high_water") is None:
-                filled["high_water"] = total
-            if filled.get("low_water") is None and isinstance(filled["high_water"], int):
-                filled["low_water"] = filled["high_water"] - 1
-        return filled
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.sinks >= self.max_total_tokens:
             raise ValueError(
-                f"sinks={self.sinks} leave no window in max_total_tokens={self.max_total_tokens}; "
-                f"use at most {self.max_total_tokens - 1} sinks"
+                f"sinks={self.sinks} leave no window in max_total_tokens={self.max_total_tokens}; use at most "
+                f"{self.max_total_tokens - 1} sinks"
             )
         (self._check_shift if self.eviction == "shift" else self._check_ring)()
         return self
@@ -90,8 +81,8 @@ class CachePolicy(BaseModel):
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> Self:
-        """The policy stored in ``config.cache``. Raises ``KeyError`` if there is none."""
+        """The policy stored in ``config.cache``. Raises ``PolicyError`` if there is none."""
         stored = getattr(config, "cache", None)
         if stored is None:
-            raise KeyError(f"{type(config).__name__} has no `cache` entry; store one with CachePolicy.to_config")
+            raise PolicyError(f"{type(config).__name__} has no `cache` entry; store one with CachePolicy.to_config")
         return cls.model_validate(stored)

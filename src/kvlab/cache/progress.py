@@ -8,8 +8,7 @@ from .padding import read_left_padding
 
 
 class Progress:
-    """Counts columns on the host. A forward is planned once, begun by its first layer and finished by its
-    last.
+    """Counts columns on the host. A forward is planned, begun by its first layer and finished by its last.
 
     The layers set flags rather than count, so that a compiled step can run them without guarding on a number.
     """
@@ -29,6 +28,11 @@ class Progress:
         """Columns seen, the finished forward included."""
         return self.seen + (self.planned if self.finished else 0)
 
+    @property
+    def tokens_seen(self) -> int:
+        """Real tokens of the longest row."""
+        return max(self.columns - min(self.pads), 0)
+
     def adopt(self, columns: int) -> None:
         """Take over a count that was kept elsewhere."""
         self.seen, self.planned = columns, 0
@@ -37,8 +41,8 @@ class Progress:
         """Raise ``TornForwardError`` if the last forward was begun and not finished."""
         if self.begun and not self.finished:
             raise TornForwardError(
-                f"the forward after {self.seen} tokens died before every layer had stored its keys: "
-                "reset() and run the text again"
+                f"the forward after {self.seen} tokens died before every layer had stored its keys: reset() and run "
+                "the text again"
             )
 
     def plan(self, q: int, attention_mask) -> None:
@@ -80,8 +84,7 @@ class Progress:
     def check_positions(self, position_ids: torch.Tensor | None) -> None:
         """Raise ``ReuseError`` if a chunk's positions do not follow on those seen: the sign of another text.
 
-        ``position_ids`` (B, q) count columns, or the real tokens of each row. Reads the last ones on the
-        host.
+        ``position_ids`` (B, q) count columns, or the real tokens of each row. Reads the last ones on the host.
         """
         if position_ids is None or position_ids.device.type == "meta" or isinstance(position_ids, FakeTensor):
             return
@@ -90,7 +93,6 @@ class Progress:
         pads = self.pads if len(self.pads) == len(last) else self.pads[:1] * len(last)
         if any(at not in (end, max(end - pad, 0)) for at, pad in zip(last, pads, strict=True)):
             raise ReuseError(
-                f"the chunk's positions end at {last}, the {self.seen} columns seen and {self.planned} new "
-                "ones at "
+                f"the chunk's positions end at {last}, the {self.seen} columns seen and {self.planned} new ones at "
                 f"{end}: call reset() before another text, or give positions that continue this one"
             )

@@ -67,9 +67,13 @@ class Ring:
         return int(self.columns) if self.counted_on_device else self.progress.columns
 
     @property
+    def tokens_seen(self) -> int:
+        """Real tokens of the longest row."""
+        return max(self.columns_seen - min(self.progress.pads), 0)
+
+    @property
     def tokens_held(self) -> int:
-        """Tokens held of the longest row."""
-        return min(self.columns_seen - min(self.progress.pads), self.slots)
+        return min(self.tokens_seen, self.slots)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +103,7 @@ class Ring:
         if self.counted_on_device:
             progress.adopt(int(self.columns))
             self.counted_on_device = False
+        self.step = None
         progress.plan(q, request.attention_mask)
         self._check_position()
         if progress.seen == 0 and progress.longest <= self.slots:
@@ -107,9 +112,10 @@ class Ring:
         if q == 1 and progress.settled and self.keys is not None:
             self.step = self.decode
             return self._plan_token(request.need_mask)
-        self.step = ChunkStep(self, q)
-        self.check_room(self.step, request.batch)
-        return self.step.mask(request.device)
+        chunk = ChunkStep(self, q)
+        self.check_room(chunk, request.batch)
+        self.step = chunk
+        return chunk.mask(request.device)
 
     def _plan_token(self, need_mask: bool) -> torch.Tensor | None:
         progress = self.progress
@@ -124,19 +130,15 @@ class Ring:
         columns = self.progress.seen + self.progress.planned
         if self.position_limit is not None and columns > self.position_limit:
             raise UnsupportedModelError(
-                f"this model's rotary embedding changes its frequencies after {self.position_limit} tokens "
-                "and "
-                f"{columns} are asked for: held keys would no longer fit. Stay below, or use "
-                "a fixed "
-                "RoPE type"
+                f"this model's rotary embedding changes its frequencies after {self.position_limit} tokens and "
+                f"{columns} are asked for: held keys would no longer fit. Stay below, or use a fixed RoPE type"
             )
 
     def check_planned(self) -> None:
         """Raise if no mask was asked for, so the step could not be planned."""
         if self.step is None:
             raise UnsupportedOperationError(
-                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or "
-                "attention "
+                "no sink-and-window mask was asked for before this forward: a mask of your own (4-D), or attention "
                 "other than eager and SDPA? Pass the 2-D mask, and use model.set_attn_implementation('sdpa')"
             )
 

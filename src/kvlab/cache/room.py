@@ -44,6 +44,6 @@ class ChunkRoom:
         while fits > 1 and self.most(batch, fits, ring.sinks_count, ring.window) > self.limit_bytes:
             fits //= 2
         raise PrefillChunkError(
-            f"a chunk of {step.q} tokens needs {needed} bytes beside the window, and the limit is "
-            f"{self.limit_bytes}; pass prefill_chunk_size={fits} to generate, or feed {fits} tokens at a time"
+            f"a chunk of {step.q} tokens needs {needed} bytes beside the window, and the limit is {self.limit_bytes}; "
+            f"pass prefill_chunk_size={fits} to generate, or feed {fits} tokens at a time"
         )

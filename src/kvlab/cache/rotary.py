@@ -4,6 +4,7 @@ import copy
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -13,6 +14,8 @@ from .shapes import head_dim
 
 PROBE_FROM, PROBE_TO = 3, 40
 PROBE_TOKENS = 4
+
+_found: WeakKeyDictionary = WeakKeyDictionary()  # model: {dtype: rotations}
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,20 @@ class Rotation:
 def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation | None]:
     """How each layer rotates its keys; None for a layer that does not (NoPE).
 
-    The model is probed: the key of one token at two positions shows the rotation, whatever the model is
-    called. A config, or a model on the meta device, is built one head wide first.
+    The model is probed: the key of one token at two positions shows the rotation, whatever the model is called. It is
+    probed once in each type it is cast to, as a cast may round its frequencies. A config, or a model on the meta
+    device, is built one head wide first.
     Raises ``UnsupportedModelError`` if none of the model's own frequencies explains its keys.
     """
     if isinstance(model, PreTrainedConfig) or model.device.type == "meta":
-        model = _one_head_wide(getattr(model, "config", model))
+        return _probe(_one_head_wide(getattr(model, "config", model)))
+    found = _found.setdefault(model, {})
+    if model.dtype not in found:
+        found[model.dtype] = _probe(model)
+    return found[model.dtype]
+
+
+def _probe(model: PreTrainedModel) -> list[Rotation | None]:
     candidates = {
         Rotation.of(buffer, interleaved)
         for name, buffer in model.named_buffers()
@@ -89,8 +100,8 @@ def find_rotations(model: PreTrainedModel | PreTrainedConfig) -> list[Rotation |
     for layer, ((k_here, v_here), (k_there, v_there)) in enumerate(zip(here, there, strict=True)):
         if not torch.equal(v_here, v_there):
             raise UnsupportedModelError(
-                f"the values of layer {layer} of {name} change with the position (latent attention?); "
-                "use a DynamicCache"
+                f"the values of layer {layer} of {name} change with the position (latent attention?); use a "
+                "DynamicCache"
             )
         rotations.append(_explain(k_here, k_there, far - PROBE_FROM, candidates, f"layer {layer} of {name}"))
     return rotations

@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from .base import BoundedCache
-from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperationError
+from .errors import BatchChangedError, PolicyError, UnsupportedModelError, UnsupportedOperationError
 from .gradients import without_gradients
 from .masks import MaskOffset, MaskRequest, register_masks
 from .policy import CachePolicy
@@ -150,7 +150,7 @@ class ShiftingKVCache(BoundedCache):
 
     def __init__(self, model: PreTrainedModel | PreTrainedConfig, policy: CachePolicy):
         if policy.eviction != "shift":
-            raise ValueError(f"ShiftingKVCache needs a policy with eviction='shift', got {policy.eviction!r}")
+            raise PolicyError(f"ShiftingKVCache needs a policy with eviction='shift', got {policy.eviction!r}")
         check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
@@ -169,12 +169,13 @@ class ShiftingKVCache(BoundedCache):
 
     @property
     def tokens_seen(self) -> int:
-        return self.plan.progress.columns
+        return self.plan.progress.tokens_seen
 
     @property
     def tokens_held(self) -> int:
         plan = self.plan
-        return plan.progress.columns - plan.front - (plan.dropping if plan.progress.finished else 0)
+        front = plan.front + (plan.dropping if plan.progress.finished else 0)
+        return plan.progress.columns - max(front, min(plan.progress.pads))
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
+from .errors import PolicyError
 from .gradients import without_gradients
 from .masks import register_masks
 from .policy import CachePolicy
@@ -79,8 +80,11 @@ class SlidingWindowCache(BoundedCache):
     ``compileable``: let ``generate`` compile the decode step on CUDA; costs a mask in every step.
     ``chunk_limit_bytes``: a prefill chunk that needs more room than this, beside the held window, is refused.
 
-    Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it;
-    all others follow the policy.
+    Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it; all
+    others follow the policy.
+
+    A decode step that is compiled or captured together with its mask counts on the device: reading the counters then
+    waits for it, until the next step outside.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class SlidingWindowCache(BoundedCache):
         chunk_limit_bytes: int = CHUNK_LIMIT_BYTES,
     ):
         if policy.eviction != "ring":
-            raise ValueError(f"SlidingWindowCache needs a policy with eviction='ring', got {policy.eviction!r}")
+            raise PolicyError(f"SlidingWindowCache needs a policy with eviction='ring', got {policy.eviction!r}")
         check_model(model)
         config = getattr(model, "config", model).get_text_config(decoder=True)
         itemsize = (getattr(model, "dtype", None) or torch.float32).itemsize
@@ -134,7 +138,7 @@ class SlidingWindowCache(BoundedCache):
 
     @property
     def tokens_seen(self) -> int:
-        return self._ring.columns_seen
+        return self._ring.tokens_seen
 
     @property
     def tokens_held(self) -> int:

@@ -5,12 +5,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .base import BoundedCache
-from .errors import BatchChangedError, CapacityError, TornForwardError
+from .errors import BatchChangedError, CapacityError, PolicyError, TornForwardError
 from .gradients import without_gradients
 from .shapes import head_dim, num_key_value_heads
 
 
-class StaticLayer(CacheLayerMixin):
+class StaticKVLayer(CacheLayerMixin):
     """Keys and values of one layer: two buffers (B, num_key_value_heads, max_total_tokens, head_dim)."""
 
     is_sliding = False
@@ -41,8 +41,8 @@ class StaticLayer(CacheLayerMixin):
         end = self.seen + key_states.shape[-2]
         if end > self.max_total_tokens:
             raise CapacityError(
-                f"the buffer holds {self.max_total_tokens} tokens, {self.seen} are stored and "
-                f"{key_states.shape[-2]} more do not fit; allocate at least {end}"
+                f"the buffer holds {self.max_total_tokens} tokens, {self.seen} are stored and {key_states.shape[-2]} "
+                f"more do not fit; allocate at least {end}"
             )
         with torch.no_grad():
             self.keys[:, :, self.seen : end].copy_(key_states)
@@ -89,8 +89,8 @@ class StaticKVCache(BoundedCache):
     ):
         config = getattr(model, "config", model).get_text_config(decoder=True)
         if max_total_tokens < 1:
-            raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
-        super().__init__(layers=[StaticLayer(max_total_tokens) for _ in range(config.num_hidden_layers)])
+            raise PolicyError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
+        super().__init__(layers=[StaticKVLayer(max_total_tokens) for _ in range(config.num_hidden_layers)])
         if batch_size is not None:
             self.early_initialization(
                 batch_size,
@@ -103,8 +103,7 @@ class StaticKVCache(BoundedCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx == 0 and self.layers[-1].seen != self.layers[0].seen:
             raise TornForwardError(
-                f"the forward after {self.layers[-1].seen} tokens died before every layer had stored its "
-                "keys: "
+                f"the forward after {self.layers[-1].seen} tokens died before every layer had stored its keys: "
                 "reset() and run the text again"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

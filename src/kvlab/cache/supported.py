@@ -30,8 +30,8 @@ def _reason_against(model, config: PreTrainedConfig, text_config: PreTrainedConf
         return "generate() replaces the given cache once its RoPE switches factors; use a DynamicCache"
     if text_config._attn_implementation not in (None, *IMPLEMENTATIONS):
         return (
-            f"{text_config._attn_implementation} attention takes no sink-and-window mask; "
-            "use model.set_attn_implementation('sdpa')"
+            f"{text_config._attn_implementation} attention takes no sink-and-window mask; use "
+            "model.set_attn_implementation('sdpa')"
         )
     if getattr(text_config, "alibi", False):
         return "ALiBi adds a bias by column, which an evicting cache moves; use a DynamicCache"
@@ -51,8 +51,8 @@ def kept_tokens(config: PreTrainedConfig, policy: CachePolicy) -> tuple[list[str
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(
-            f"layers of kind {', '.join(sorted(unknown))} do not hold one key and value per token; "
-            "use the model's own cache"
+            f"layers of kind {', '.join(sorted(unknown))} do not hold one key and value per token; use the model's "
+            "own cache"
         )
     own = windows.get("sliding_attention")
     kept = dict.fromkeys(windows, (policy.sinks, policy.window))
@@ -60,7 +60,7 @@ def kept_tokens(config: PreTrainedConfig, policy: CachePolicy) -> tuple[list[str
         kept["sliding_attention"] = (0, own)
     elif own is not None and len(windows) == 1 and policy.max_total_tokens > own:
         raise UnsupportedModelError(
-            f"every layer of this model sees {own} tokens and the policy keeps {policy.max_total_tokens}; "
-            f"use max_total_tokens={own} or less"
+            f"every layer of this model sees {own} tokens and the policy keeps {policy.max_total_tokens}; use "
+            f"max_total_tokens={own} or less"
         )
     return kinds, kept

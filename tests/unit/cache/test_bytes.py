@@ -124,4 +124,4 @@ def test_a_padded_batch_counts_its_longest_row():
     cache = SlidingWindowCache(model, CachePolicy(max_total_tokens=11, sinks=3))
     mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
     in_chunks(model, cache, torch.stack([text(5), text(5)]), [5], mask)
-    assert (cache.tokens_seen, cache.tokens_held) == (5, 3)
+    assert (cache.tokens_seen, cache.tokens_held, cache.tokens_evicted) == (3, 3, 0)

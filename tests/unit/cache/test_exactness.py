@@ -75,7 +75,7 @@ def test_rows_of_one_length_equal_their_single_runs(how):
 
 
 @pytest.mark.parametrize(("name", "how"), CELLS)
-@pytest.mark.parametrize(("sinks", "window"), [(0, WINDOW), (1, 1), (SINKS, 1)])
+@pytest.mark.parametrize(("sinks", "window"), [(0, WINDOW), (1, 1), (SINKS, 1), (2, 4)])
 def test_no_sinks_and_the_shortest_windows_are_exact_too(name, how, sinks, window):
     model, ids = build(name, how), text(30)
     expected = reference_logits(model, SPECIMENS[name].rules(sinks, window), ids)

@@ -1,11 +1,13 @@
 """The registered mask functions serve our caches and leave every other one alone."""
 
 import torch
-from lists import push
+from lists import Texts, push
+from test_properties import CONFIG
 from transformers import AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, eager_mask, sdpa_mask
-from zoo import build, text
+from zoo import build
 
+from kvlab.cache import CachePolicy, SlidingWindowCache
 from kvlab.cache.masks import IMPLEMENTATIONS, MaskOffset, additive, register_masks
 
 
@@ -68,18 +70,13 @@ def test_the_additive_mask_is_zero_or_the_lowest_number():
     assert mask.dtype == torch.bfloat16
 
 
-def test_a_full_unpadded_window_needs_no_mask_under_sdpa():
-    from lists import Texts
-    from test_properties import CONFIG
-
-    from kvlab.cache import CachePolicy, SlidingWindowCache
-
+def test_a_full_unpadded_window_needs_no_mask_under_sdpa_unless_one_is_asked_for():
     cache, texts = SlidingWindowCache(CONFIG, CachePolicy(max_total_tokens=6, sinks=2)), Texts([[]])
     for q in (3, 1, 4, 1, 1):
         texts.append(q, [0])
         mask, held = push(CONFIG, cache, texts, q)
     assert mask.all()
     assert held[0][0].shape[2] == 6
-    texts.append(1, [0])
-    assert create_causal_mask(CONFIG, torch.empty(1, 1, 0), None, cache) is None
-    assert text(1).shape == (1,)
+    nothing = torch.empty(1, 1, 0)
+    assert create_causal_mask(CONFIG, nothing, None, cache) is None
+    assert create_causal_mask(CONFIG, nothing, None, cache, allow_is_causal_skip=False).shape == (1, 1, 1, 6)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoConfig, LlamaConfig
 
-from kvlab.cache import CachePolicy, ShiftingKVCache, SlidingWindowCache
+from kvlab.cache import CachePolicy, PolicyError, ShiftingKVCache, SlidingWindowCache
 
 
 def test_the_window_is_what_the_sinks_leave():
@@ -75,12 +75,12 @@ def test_a_policy_survives_json_and_the_models_config(policy, tmp_path):
 
 
 def test_a_config_without_a_policy_says_so():
-    with pytest.raises(KeyError, match="LlamaConfig has no `cache` entry"):
+    with pytest.raises(PolicyError, match="LlamaConfig has no `cache` entry"):
         CachePolicy.from_config(LlamaConfig())
 
 
 def test_each_cache_takes_only_its_own_eviction():
-    with pytest.raises(ValueError, match="needs a policy with eviction='shift', got 'ring'"):
+    with pytest.raises(PolicyError, match="needs a policy with eviction='shift', got 'ring'"):
         ShiftingKVCache(LlamaConfig(), CachePolicy(max_total_tokens=8))
-    with pytest.raises(ValueError, match="needs a policy with eviction='ring', got 'shift'"):
+    with pytest.raises(PolicyError, match="needs a policy with eviction='ring', got 'shift'"):
         SlidingWindowCache(LlamaConfig(), CachePolicy(max_total_tokens=8, eviction="shift"))

@@ -116,3 +116,13 @@ def test_only_types_whose_frequencies_change_with_the_length_have_a_limit():
     assert position_limit(rope_of("dynamic", factor=2.0)) == 128
     assert position_limit(rope_of("longrope", original_max_position_embeddings=32, **factors)) == 32
     assert position_limit(SPECIMENS["gemma3"].config) is None
+
+
+def test_a_model_is_probed_once_however_many_caches_it_serves():
+    model, forwards = type(build("llama", "eager"))(SPECIMENS["llama"].config).eval(), []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    first = find_rotations(model)
+    assert len(forwards) == 2
+    assert find_rotations(model) is first
+    assert len(forwards) == 2
+    assert find_rotations(model.bfloat16()) != first  # the cast rounded the frequencies

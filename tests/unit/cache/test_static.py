@@ -6,7 +6,7 @@ from driving import even_chunks, in_chunks, left_padded
 from transformers import AutoConfig, DynamicCache, LlamaConfig
 from zoo import CELLS, build, text
 
-from kvlab.cache import BatchChangedError, CapacityError, ReuseError, StaticKVCache, TornForwardError
+from kvlab.cache import BatchChangedError, CapacityError, PolicyError, ReuseError, StaticKVCache, TornForwardError
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
@@ -100,5 +100,5 @@ def test_a_forward_that_died_half_way_is_noticed():
 
 
 def test_no_room_at_all_is_refused():
-    with pytest.raises(ValueError, match="max_total_tokens must be at least 1, got 0"):
+    with pytest.raises(PolicyError, match="max_total_tokens must be at least 1, got 0"):
         StaticKVCache(LlamaConfig(), 0)
