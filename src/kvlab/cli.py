@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
@@ -32,20 +35,34 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def _console() -> Console:
     """The terminal as wide as it is; a pipe or file as wide as the tables need."""
-    return Console() if sys.stdout.isatty() else Console(width=132)
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=132)
 
 
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(status)
     except (KvlabError, TyperException) as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+    except BrokenPipeError:  # the reader had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except UnicodeEncodeError as error:
+        _refuse(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
+    except OSError as error:
+        _refuse(f"the output cannot be written: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         print("kvlab: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
+    sys.exit(2)
 
 
 @model_app.command("fetch")
@@ -76,10 +93,15 @@ def plan(
 
     if (gpu is None) == (gpu_memory is None):
         raise KvlabError("give either --gpu NAME or --gpu-memory SIZE")
-    card = named_gpu(gpu) if gpu else None
+    card = named_gpu(gpu) if gpu is not None else None
     usable_bytes = card.usable_bytes if card else parse_bytes(gpu_memory)
     said = card.describe() if card else f"{gpu_memory} as given, nothing subtracted"
-    result = make_plan(load_config(model), batch, tokens, dtype, usable_bytes=usable_bytes, usable_note=said)
+    try:
+        result = make_plan(load_config(model), batch, tokens, dtype, usable_bytes=usable_bytes, usable_note=said)
+    except KvlabError:
+        raise
+    except Exception as error:  # a config may hold anything, and transformers trips over it anywhere
+        raise KvlabError(f"no plan for {model!r:.80}: {type(error).__name__}: {str(error)[:200]}") from None
     if as_json:
         print(result.model_dump_json())
     else:
@@ -96,6 +118,8 @@ def diagnose(
 
     try:
         if file == "-":
+            if sys.stdin is None:
+                raise KvlabError("standard input is closed: give a file, or pipe the log in")
             sys.stdin.reconfigure(errors="replace")
         found = oom.diagnose_stream(sys.stdin) if file == "-" else oom.diagnose_file(file)
     except OSError as error:
@@ -262,7 +286,10 @@ def _parameters(given: list[str]) -> dict[str, Any]:
     pairs = [entry.partition("=") for entry in given]
     if wrong := [name for name, equals, _ in pairs if not (name and equals)]:
         raise KvlabError(f"-p takes NAME=VALUE, not {wrong[0]!r}")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        return {name: yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise KvlabError(f"-p takes values as in YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def _lab_line(result: Any) -> str:

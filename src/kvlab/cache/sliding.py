@@ -49,6 +49,10 @@ class RingLayer(CacheLayerMixin):
                 progress.finished = True
         return without_gradients(held, key_states)
 
+    def __getstate__(self) -> dict:
+        """A copy takes its views from its own ring, at the next token."""
+        return vars(self) | {"keys": None, "values": None, "is_initialized": False}
+
     def get_mask_sizes(self, query_length: int):
         return query_length, self.ring.offset
 
