@@ -136,6 +136,19 @@ class SlidingWindowCache(BoundedCache):
             ]
         )
 
+    def _croppable_tokens(self) -> int:
+        if any(ring.tokens_seen > ring.slots for ring in self.rings.values()):
+            return 0
+        return self._ring.columns_seen - max(self.progress.pads)
+
+    def _take_back(self, count: int) -> None:
+        left = self._ring.columns_seen - count
+        if left == 0:
+            return self.reset()
+        self.progress.adopt(left)
+        for ring in self.rings.values():
+            ring.columns.fill_(left)
+
     @property
     def _ring(self) -> Ring:
         return self.rings.get("full_attention") or next(iter(self.rings.values()))
