@@ -84,6 +84,10 @@ class SlidingWindowCache(BoundedCache):
     ``compileable``: let ``generate`` compile the decode step on CUDA; costs a mask in every step.
     ``chunk_limit_bytes``: a prefill chunk that needs more room than this, beside the held window, is refused.
 
+    A forward that dies before its last layer has stored its keys is noticed by the next one. One that dies later
+    (the last attention, the final norm, the logits) has counted its tokens: compare ``tokens_seen`` before you try
+    again, or ``reset()``. One cache belongs to one model and one thread; neither is checked.
+
     Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it; all
     others follow the policy.
 
