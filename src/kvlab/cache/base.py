@@ -3,7 +3,7 @@
 import torch
 from transformers import Cache
 
-from .errors import ReuseError, UnsupportedOperationError
+from .errors import ReuseError, UnsupportedModelError, UnsupportedOperationError
 
 
 class BoundedCache(Cache):
@@ -34,6 +34,15 @@ class BoundedCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all key, value and sink tensors; 0 before they are allocated."""
         raise NotImplementedError
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Store one layer's new tokens; see the layer's ``update`` for what comes back."""
+        if layer_idx >= len(self.layers):
+            raise UnsupportedModelError(
+                f"this cache was made for a model of {len(self.layers)} layers, and layer {layer_idx} asks for room: "
+                "make a cache for each model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def resume(self) -> None:
         """Let the next ``generate`` continue this text; give it the whole text again."""

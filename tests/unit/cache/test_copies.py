@@ -1,4 +1,4 @@
-"""A cache that was copied or pickled in the middle of a text goes on as the original does."""
+"""A cache copied or pickled in the middle of a text goes on as the original does; another model's is refused."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvlab.cache import CachePolicy, SlidingWindowCache
+from kvlab.cache import CachePolicy, SlidingWindowCache, StaticKVCache, UnsupportedModelError
 from kvlab.model import random_model
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
@@ -41,3 +41,12 @@ def test_a_copy_goes_on_as_the_original_past_the_window_and_after_a_reorder(llam
     ring, other = cache.rings["full_attention"], twin.rings["full_attention"]
     assert ring.keys.data_ptr() != other.keys.data_ptr()
     assert twin.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: StaticKVCache(m, 12), lambda m: SlidingWindowCache(m, CachePolicy(max_total_tokens=12))]
+)
+def test_a_cache_of_a_model_with_fewer_layers_is_refused(llama, make):
+    fewer = LlamaConfig(**(llama.config.to_dict() | {"num_hidden_layers": 1}))
+    with pytest.raises(UnsupportedModelError, match="made for a model of 1 layers, and layer 1 asks for room"):
+        last_logits(llama, make(random_model(fewer)), torch.zeros(1, 3, dtype=torch.long))
