@@ -55,12 +55,24 @@ class BoundedCache(Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove == 0:
+        """Take back the last ``-tokens_to_remove`` tokens of every row, which is exact until something was evicted."""
+        count = -tokens_to_remove
+        if count == 0:
             return
-        raise UnsupportedOperationError(
-            f"cannot take back {abs(tokens_to_remove)} tokens: what they evicted ({self.tokens_evicted} so far) is "
-            "gone. Use reset() and give the shorter text again, or a DynamicCache for assisted decoding"
-        )
+        if not 0 < count <= self._croppable_tokens():
+            raise UnsupportedOperationError(
+                f"cannot crop by {tokens_to_remove}: {self.tokens_held} tokens are held and {self.tokens_evicted} were "
+                f"evicted, so at most {self._croppable_tokens()} can be taken back (as a negative number). Use reset() "
+                "and give the shorter text again, or a DynamicCache"
+            )
+        self._take_back(count)
+
+    def _croppable_tokens(self) -> int:
+        """How many of the last tokens can be taken back as if they had never been."""
+        raise NotImplementedError
+
+    def _take_back(self, count: int) -> None:
+        raise NotImplementedError
 
     def activate_past_recording(self) -> None:
         raise UnsupportedOperationError(

@@ -33,6 +33,11 @@ class Progress:
         """Real tokens of the longest row."""
         return max(self.columns - min(self.pads), 0)
 
+    @property
+    def shortest(self) -> int:
+        """Real tokens of the shortest row, of finished forwards."""
+        return max(self.columns - max(self.pads), 0)
+
     def adopt(self, columns: int) -> None:
         """Take over a count that was kept elsewhere."""
         self.seen, self.planned = columns, 0

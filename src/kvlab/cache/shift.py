@@ -167,6 +167,13 @@ class ShiftingKVCache(BoundedCache):
             layers=[ShiftingLayer(self.plan, index, index == last, own is not None) for index in range(len(kinds))]
         )
 
+    def _croppable_tokens(self) -> int:
+        return 0 if self.tokens_evicted else self.plan.progress.shortest
+
+    def _take_back(self, count: int) -> None:
+        left = self.plan.progress.columns - count
+        self.plan.progress.adopt(left) if left else self.reset()
+
     @property
     def tokens_seen(self) -> int:
         return self.plan.progress.tokens_seen

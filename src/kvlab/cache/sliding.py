@@ -83,6 +83,9 @@ class SlidingWindowCache(BoundedCache):
     Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it; all
     others follow the policy.
 
+    Padding belongs on the left. The 2-D attention mask is read until every row has begun and not after, as reading it
+    would wait for the device in every step.
+
     A decode step that is compiled or captured together with its mask counts on the device: reading the counters then
     waits for it, until the next step outside.
     """
@@ -131,6 +134,19 @@ class SlidingWindowCache(BoundedCache):
                 for index, kind in enumerate(kinds)
             ]
         )
+
+    def _croppable_tokens(self) -> int:
+        if any(ring.tokens_seen > ring.slots for ring in self.rings.values()):
+            return 0
+        return self._ring.columns_seen - max(self.progress.pads)
+
+    def _take_back(self, count: int) -> None:
+        left = self._ring.columns_seen - count
+        if left == 0:
+            return self.reset()
+        self.progress.adopt(left)
+        for ring in self.rings.values():
+            ring.columns.fill_(left)
 
     @property
     def _ring(self) -> Ring:

@@ -14,6 +14,7 @@ class StaticKVLayer(CacheLayerMixin):
     """Keys and values of one layer: two buffers (B, num_key_value_heads, max_total_tokens, head_dim)."""
 
     is_sliding = False
+    is_croppable = True
 
     def __init__(self, max_total_tokens: int):
         super().__init__()
@@ -107,6 +108,16 @@ class StaticKVCache(BoundedCache):
                 "reset() and run the text again"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _croppable_tokens(self) -> int:
+        return self.layers[0].seen
+
+    def _take_back(self, count: int) -> None:
+        for layer in self.layers:
+            layer.seen -= count
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: what is stored is never overwritten, so assisted decoding can always go back."""
 
     @property
     def tokens_seen(self) -> int:

@@ -1,11 +1,15 @@
 """Whatever sequence of appends, chunks, resets and reorders: the caches hold what plain lists would."""
 
+import itertools
+
 import torch
+from driving import in_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lists import DIM, HEADS, LAYERS, Texts, push
 from reference import Rope, ShiftRule
 from transformers import LlamaConfig
+from zoo import build, text
 
 from kvlab.cache import CachePolicy, ShiftingKVCache, SlidingWindowCache, StaticKVCache
 
@@ -124,6 +128,17 @@ def test_a_shifting_cache_shows_each_query_what_its_row_kept_since_the_last_burs
 
     policy = CachePolicy(max_total_tokens=high, eviction="shift", low_water=low)
     live(ShiftingKVCache(CONFIG, policy), operations, batch, pads, check)
+
+
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=40), how=st.sampled_from(["eager", "sdpa"]))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_split_of_a_text_gives_the_same_logits(sizes, how):
+    sizes = [size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True) if end <= 60] or [1]
+    model, ids = build("llama", how), text(sum(sizes))[None]
+    policy = CachePolicy(max_total_tokens=11, sinks=3)
+    got = in_chunks(model, SlidingWindowCache(model, policy), ids, sizes)
+    expected = in_chunks(model, SlidingWindowCache(model, policy), ids, [ids.shape[1]])
+    assert float((got - expected).abs().max()) < 1e-4
 
 
 @given(operations=OPERATIONS, batch=st.integers(1, 3))

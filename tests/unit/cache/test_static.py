@@ -6,7 +6,15 @@ from driving import even_chunks, in_chunks, left_padded
 from transformers import AutoConfig, DynamicCache, LlamaConfig
 from zoo import CELLS, build, text
 
-from kvlab.cache import BatchChangedError, CapacityError, PolicyError, ReuseError, StaticKVCache, TornForwardError
+from kvlab.cache import (
+    BatchChangedError,
+    CapacityError,
+    PolicyError,
+    ReuseError,
+    StaticKVCache,
+    TornForwardError,
+    UnsupportedOperationError,
+)
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
@@ -102,3 +110,16 @@ def test_a_forward_that_died_half_way_is_noticed():
 def test_no_room_at_all_is_refused():
     with pytest.raises(PolicyError, match="max_total_tokens must be at least 1, got 0"):
         StaticKVCache(LlamaConfig(), 0)
+
+
+def test_tokens_can_be_taken_back_so_assisted_decoding_gives_the_same_text():
+    model, ids = build("llama", "sdpa"), text(9).repeat(2)[None]
+    expected = model.generate(ids, cache=DynamicCache(config=model.config), **GREEDY)
+    got = model.generate(ids, cache=StaticKVCache(model, 60), prompt_lookup_num_tokens=3, **GREEDY)
+    assert torch.equal(got, expected)
+    cache = StaticKVCache(model, 60)
+    in_chunks(model, cache, ids, [18])
+    cache.crop(-3)
+    assert cache.tokens_seen == 15
+    with pytest.raises(UnsupportedOperationError, match="at most 15 can be taken back"):
+        cache.crop(-16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driving import in_chunks
+from driving import in_chunks, left_padded
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Phi3Config
 from zoo import SINKS, WINDOW, build, text
 
@@ -137,12 +137,44 @@ def test_right_padding_and_holes_are_refused(model, cache, row):
         in_chunks(model, cache, text(5)[None], [5], torch.tensor([row]))
 
 
-def test_crop_names_what_is_gone_and_what_to_do(model, cache):
+def test_crop_is_refused_once_something_was_evicted(model, cache):
     model.generate(text(20)[None], cache=cache, **GREEDY)
     cache.crop(0)
-    with pytest.raises(UnsupportedOperationError, match=r"take back 3 tokens: what they evicted \(14 so far\) is gone"):
+    with pytest.raises(UnsupportedOperationError, match="by -3: 11 tokens are held and 14 were evicted, so at most 0"):
         cache.crop(-3)
     assert not cache.is_croppable
+
+
+@pytest.mark.parametrize("kind", ["sliding", "shifting"])
+def test_tokens_taken_back_before_any_was_evicted_never_were(model, kind):
+    texts = [text(9), text(5, 1)]
+    ids, mask = left_padded(texts)
+    ids = torch.cat([ids, torch.stack([text(30, 2), text(30, 3)])], dim=1)
+
+    def fresh():
+        if kind == "sliding":
+            return SlidingWindowCache(model, POLICY)
+        return ShiftingKVCache(model, CachePolicy(max_total_tokens=11, eviction="shift", low_water=6))
+
+    def run(cache, start, end):
+        with torch.no_grad():
+            whole = torch.cat([mask, torch.ones(2, end - 9, dtype=torch.long)], dim=1) if end > 9 else mask
+            return model(ids[:, start:end], attention_mask=whole, cache=cache).logits
+
+    cache = fresh()
+    run(cache, 0, 9)
+    in_chunks(model, cache, torch.stack([text(2, 8), text(2, 9)]), [2])
+    cache.crop(-2)
+    assert (cache.tokens_seen, cache.tokens_held, cache.tokens_evicted) == (9, 9, 0)
+    other = fresh()
+    run(other, 0, 9)
+    assert torch.allclose(run(cache, 9, 39), run(other, 9, 39), atol=1e-5)
+    cache = fresh()
+    run(cache, 0, 9)
+    with pytest.raises(UnsupportedOperationError, match="at most 5 can be taken back"):
+        cache.crop(-6)  # the shorter row has only five tokens
+    with pytest.raises(UnsupportedOperationError, match="as a negative number"):
+        cache.crop(2)
 
 
 def test_assisted_decoding_is_refused(model, cache):
