@@ -94,3 +94,10 @@ def test_style_is_kept():
     for arguments in (["check"], ["format", "--check"]):
         done = run(ruff, *arguments, "src", "tests", "book")
         assert done.returncode == 0, done.stdout
+
+
+def test_code_on_the_page_is_no_wider_than_the_page():
+    done = run(
+        str(Path(sys.executable).with_name("ruff")), "format", "--check", "--isolated", "--line-length", "88", "labs"
+    )
+    assert done.returncode == 0, done.stdout + "\nrun: ruff format --isolated --line-length 88 labs"

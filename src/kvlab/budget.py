@@ -126,7 +126,9 @@ def run_under_budget(
     exception that leaves ``work`` becomes ``Outcome.error``; one that it catches is its own business.
 
     cpu: ``work`` runs in a fresh Python, so it may be a function of a notebook, and it, its arguments and its
-    result travel by pickle. oneDNN is off there, because its scratch memory comes and goes with shapes.
+    result travel by pickle. oneDNN is off there, because its scratch memory comes and goes with shapes. What
+    is held agrees with ``page_rounded_bytes`` to the page; the refusal can come up to 64 KiB late, because
+    glibc, refused a mapping, still tries the free end of its heap.
     cuda: ``work`` runs here, ``meter.step()`` watches ``timeout_s``, and the memory fraction is set back.
 
     Raises BudgetUnavailable where a budget cannot be enforced, BudgetTimeout when time is up, and BudgetError

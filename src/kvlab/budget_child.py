@@ -9,18 +9,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
 
-from kvlab.budget import MMAP_THRESHOLD_BYTES, Failure
+from kvlab.budget import MMAP_THRESHOLD_BYTES, PAGE_BYTES, Failure
 from kvlab.device import process_memory
 from kvlab.meter import BudgetError, BudgetUnavailable, Meter
 
+T = TypeVar("T")
+
 _PROBE_BYTES = 16 << 20
-_LARGEST_PLUG_BYTES = 64 << 20
+_LARGE_BYTES = 64 << 20
 _SMALL_CHUNK_BYTES = 60_000
 _PYTHON_RESERVE_BYTES = 2 << 20
 
@@ -48,25 +51,34 @@ class ProcessMeter(Meter):
             self._connection.send_bytes(message)
 
     def _record(self, kind: str, fields: dict[str, Any]) -> None:
+        self._even_when_full(partial(super()._record, kind, fields))
+
+    def _held(self) -> int:
+        return self._even_when_full(partial(process_memory, self.device))["data_bytes"]
+
+    def _even_when_full(self, measure: Callable[[], T]) -> T:
+        """Measuring needs a few kilobytes itself; where none are left, it gets them outside the budget."""
         try:
-            super()._record(kind, fields)
-        except MemoryError:  # the record must get through when nothing is left
+            return measure()
+        except MemoryError:
             if not self.armed:
                 raise
             self._lift()
             try:
-                super()._record(kind, fields)
+                return measure()
             finally:
                 self._set_soft_limit(self.base_bytes + self.budget_bytes)
-
-    def _held(self) -> int:
-        return process_memory("cpu")["data_bytes"]
 
     def _settle(self) -> None:
         self._python_reserve = _reserve_for_python()
         _LIBC.malloc_trim(0)
         _plug_heap(self._held)
         _reserve_small_chunks()
+        if not _maps_large_chunks(self._held):
+            raise BudgetUnavailable(
+                "malloc here does not map large chunks one by one, so memory would not follow tensors; "
+                "unset LD_PRELOAD and GLIBC_TUNABLES"
+            )
 
     def _limit(self, limit_bytes: int) -> None:
         if self._hard != resource.RLIM_INFINITY and limit_bytes > self._hard:
@@ -104,11 +116,11 @@ def _plug_heap(held: Callable[[], int]) -> None:
     malloc searches them before it maps: after loading a tokenizer there are some 10 MB of them. What is taken
     here is never given back.
     """
-    size_bytes = _LARGEST_PLUG_BYTES
+    size_bytes = _LARGE_BYTES
     while size_bytes >= MMAP_THRESHOLD_BYTES:
         before_bytes = held()
         chunk = _LIBC.malloc(size_bytes)
-        if held() - before_bytes >= size_bytes // 2:
+        if chunk is None or held() - before_bytes >= size_bytes // 2:
             _LIBC.free(chunk)  # it was new memory: no free chunk of this size is left
             size_bytes //= 2
 
@@ -116,11 +128,20 @@ def _plug_heap(held: Callable[[], int]) -> None:
 def _reserve_small_chunks() -> None:
     """Leave free chunks for what is no tensor, such as the buffers of a record: else the heap grows by pages.
 
-    They are too small for a tensor that would be mapped; a pin after each keeps it apart from the next.
+    They are too small for a tensor that would be mapped; a chunk that stays keeps each apart from the next.
     """
-    chunks = [(_LIBC.malloc(_SMALL_CHUNK_BYTES), _LIBC.malloc(16)) for _ in range(4)]
-    for chunk, _ in chunks:
+    chunks = [_LIBC.malloc(_SMALL_CHUNK_BYTES) for _ in range(8)]
+    for chunk in chunks[::2]:
         _LIBC.free(chunk)
+
+
+def _maps_large_chunks(held: Callable[[], int]) -> bool:
+    """Whether one large chunk costs its pages and gives them back: not so under another malloc."""
+    before_bytes = held()
+    chunk = _LIBC.malloc(_LARGE_BYTES)
+    during_bytes = held()
+    _LIBC.free(chunk)
+    return (during_bytes - before_bytes, held()) == (_LARGE_BYTES + PAGE_BYTES, before_bytes)
 
 
 def _can_map(size_bytes: int) -> bool:

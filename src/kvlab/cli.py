@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer.exceptions import TyperException
 
 from kvlab.errors import KvlabError
@@ -23,21 +27,42 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The model the labs run on.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="Side-by-side measurements, in one process.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _console() -> Console:
+    """The terminal as wide as it is; a pipe or file as wide as the tables need."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=132)
 
 
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0)
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(status)
     except (KvlabError, TyperException) as error:
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+    except BrokenPipeError:  # the reader had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except UnicodeEncodeError as error:
+        _refuse(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
+    except OSError as error:
+        _refuse(f"the output cannot be written: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         print("kvlab: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
+    sys.exit(2)
 
 
 @model_app.command("fetch")
@@ -68,14 +93,19 @@ def plan(
 
     if (gpu is None) == (gpu_memory is None):
         raise KvlabError("give either --gpu NAME or --gpu-memory SIZE")
-    card = named_gpu(gpu) if gpu else None
+    card = named_gpu(gpu) if gpu is not None else None
     usable_bytes = card.usable_bytes if card else parse_bytes(gpu_memory)
     said = card.describe() if card else f"{gpu_memory} as given, nothing subtracted"
-    result = make_plan(load_config(model), batch, tokens, dtype, usable_bytes=usable_bytes, usable_note=said)
+    try:
+        result = make_plan(load_config(model), batch, tokens, dtype, usable_bytes=usable_bytes, usable_note=said)
+    except KvlabError:
+        raise
+    except Exception as error:  # a config may hold anything, and transformers trips over it anywhere
+        raise KvlabError(f"no plan for {model!r:.80}: {type(error).__name__}: {str(error)[:200]}") from None
     if as_json:
         print(result.model_dump_json())
     else:
-        Console().print(result.render())
+        _console().print(result.render())
 
 
 @app.command()
@@ -88,6 +118,8 @@ def diagnose(
 
     try:
         if file == "-":
+            if sys.stdin is None:
+                raise KvlabError("standard input is closed: give a file, or pipe the log in")
             sys.stdin.reconfigure(errors="replace")
         found = oom.diagnose_stream(sys.stdin) if file == "-" else oom.diagnose_file(file)
     except OSError as error:
@@ -95,7 +127,122 @@ def diagnose(
     if as_json:
         print(found.model_dump_json())
     else:
-        Console().print(oom.render(found))
+        _console().print(oom.render(found))
+
+
+@app.command()
+def snapshot(
+    file: Annotated[Path, typer.Argument(help="A snapshot of PyTorch's allocator: pickle or JSON, gzip too.")],
+    figure: Annotated[Path | None, typer.Option(help="Draw the address map into this SVG file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a snapshot of anyone's making: what is in use and by whom, what is free and in how large pieces."""
+    from kvlab.memory.snapshot import read_snapshot, summarise
+
+    read = read_snapshot(file)
+    summary = summarise(read)
+    sentence = _draw_address_map(read, figure) if figure else ""
+    if as_json:
+        print(json.dumps(summary.model_dump()))  # escapes what is no text, as half a surrogate pair in a path
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(_summary_table(summary))
+    console.print(_owners_table(read))
+    if sentence:
+        console.print(f"{figure}: {sentence}")
+
+
+def _draw_address_map(read: Any, path: Path) -> str:
+    """Write the address map as SVG, its sentence as its title; returns the sentence."""
+    from kvlab.memory.snapshot import address_map
+
+    if path.suffix.lower() != ".svg":
+        raise KvlabError(f"--figure writes SVG: name the file {path.stem}.svg, not {path.name}")
+    drawing, sentence = address_map(read)
+    try:
+        drawing.savefig(path, format="svg", metadata={"Title": sentence, "Date": None})
+    except OSError as error:
+        raise KvlabError(f"cannot write {path}: {error.strerror}") from None
+    return sentence
+
+
+def _summary_table(summary: Any) -> Table:
+    table = Table("memory", Column("bytes", justify="right"), Column("MiB", justify="right"), "what it is")
+    for name, meaning in (
+        ("reserved", f"{summary.segment_count:,} segments"),
+        ("allocated", "held by tensors"),
+        ("active", "plus freed, still used"),
+        ("free", f"{summary.free_block_count:,} blocks"),
+        ("releasable", "in wholly idle segments"),
+        ("largest_free_block", ""),
+    ):
+        size = getattr(summary, f"{name}_bytes")
+        table.add_row(name.replace("_", " "), f"{size:,}", f"{size / 2**20:,.1f}", meaning)
+    table.add_row("fragmentation", "", f"{summary.fragmentation:.2f}", "1 - largest free / free")
+    return table
+
+
+def _owners_table(read: Any, most: int = 10) -> Table:
+    """Who holds the memory: blocks in use by the innermost call outside PyTorch's own code, largest sum first."""
+    sizes, counts = Counter(), Counter()
+    for block in (block for segment in read.segments for block in segment.blocks if block.state != "inactive"):
+        calls = block.frames or ("(no stack recorded)",)
+        owner = next((call for call in calls if "/torch/" not in call), calls[0])
+        sizes[owner] += block.size
+        counts[owner] += 1
+    table = Table("in use, asked for by", Column("blocks", justify="right"), Column("bytes", justify="right"))
+    for owner, size in sizes.most_common(most):
+        table.add_row(_printable(owner), f"{counts[owner]:,}", f"{size:,}")
+    return table
+
+
+def _printable(text: str) -> str:
+    """A text from a file that anyone may have made, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A snapshot with a recorded history.")],
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Also run it on a card where PyTorch may reserve this much, e.g. 24GiB.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a recorded run on the model of the allocator: does it agree, and would another card have held it?"""
+    from kvlab.device import parse_bytes
+    from kvlab.memory.replay import replay as replay_snapshot
+
+    size_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
+    result = replay_snapshot(file, size_bytes)
+    if as_json:
+        print(json.dumps(result.model_dump(exclude={"oom"} if size_bytes is None else None)))
+        return
+    console = Console(markup=False, highlight=False)
+    console.print(_replay_table(result))
+    console.print(
+        {True: "exact", False: "not exact: ", None: "nothing to judge: "}[result.exact] + (result.reason or "")
+    )
+    if size_bytes is not None:
+        console.print(f"on a card of {gpu_memory}: {_fate(result)}")
+
+
+def _replay_table(result: Any) -> Table:
+    table = Table("compared", Column("the model", justify="right"), Column("the recording", justify="right"))
+    for what, modelled, recorded in (
+        ("addresses", result.alloc_addresses_matched, result.alloc_events),
+        ("cudaMalloc calls", result.segment_allocs_matched, result.segment_allocs),
+        ("allocated at the end, bytes", result.final_allocated_bytes, result.recorded_allocated_bytes),
+        ("reserved at the end, bytes", result.final_reserved_bytes, result.recorded_reserved_bytes),
+    ):
+        table.add_row(what, f"{modelled:,}", f"{recorded:,}")
+    return table
+
+
+def _fate(result: Any) -> str:
+    if result.oom is None:
+        return "all that was recorded fits"
+    return f"out of memory at event {result.oom.event:,}: {result.oom.message}"
 
 
 @app.command()
@@ -139,7 +286,10 @@ def _parameters(given: list[str]) -> dict[str, Any]:
     pairs = [entry.partition("=") for entry in given]
     if wrong := [name for name, equals, _ in pairs if not (name and equals)]:
         raise KvlabError(f"-p takes NAME=VALUE, not {wrong[0]!r}")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        return {name: yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise KvlabError(f"-p takes values as in YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def _lab_line(result: Any) -> str:
@@ -147,6 +297,25 @@ def _lab_line(result: Any) -> str:
     how = "unchanged since its last run" if result.reused else f"{result.seconds:.1f} s"
     line = f"{mark} {result.lab} ({how}, {len(result.judgements)} claims)"
     return line if result.status == "green" else f"{line}\n    {result.reason}\n    see {result.folder}"
+
+
+@bench_app.command("cache")
+def bench_the_cache(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    as_json: Json = False,
+) -> None:
+    """What each cache costs per token, beside its peers: medians, ratios, bytes, and how far each is from the floor."""
+    from kvlab.bench import bench_cache, render
+    from kvlab.lab.runner import PROFILES
+
+    if profile not in PROFILES:
+        raise KvlabError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+    result = bench_cache(profile, device)
+    if as_json:
+        print(result.model_dump_json())
+    else:
+        _console().print(render(result))
 
 
 @app.command()
@@ -161,7 +330,7 @@ def claims(as_json: Json = False) -> None:
     table = Table("claim", "lab", "statement", "verdict on record")
     for claim in ledger:
         table.add_row(claim.id, claim.lab, claim.statement, claim.expected)
-    Console().print(table)
+    _console().print(table)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,13 @@ def test_the_fix_lab_is_green_as_it_is_and_red_with(mutation, tmp_path):
 # The lab in small: the budget a growing cache leaves after some 350 tokens, and a window well inside it.
 SMALL = [
     argument
-    for setting in ("budget_mib=16", "prompt_tokens=256", "chunk_tokens=128", "max_total_tokens=128")
+    for setting in (
+        "budget_mib=16",
+        "prompt_tokens=256",
+        "chunk_tokens=128",
+        "max_total_tokens=128",
+        "bench_tokens=[32, 64]",
+    )
     for argument in ("-p", setting)
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +70,17 @@ BAD = {
     ("labs", "-p", "nonsense=1"): "has no parameter nonsense",
     ("labs", "-p", "model=nope"): "there is no model 'nope'",
     ("labs", "-p", "gpu=nope"): "unknown GPU 'nope'",
-    ("labs", "--lab", "02", "-p", "budget_mib=-4"): "budget_mib must be a positive number",
+    ("labs", "--lab", "02", "-p", "budget_mib=-4"): "budget_mib must be a positive whole number",
+    ("labs", "--lab", "02", "-p", "prompt_tokens=1.5"): "prompt_tokens must be a positive whole number",
+    ("labs", "--lab", "02", "-p", "chunk_tokens=[]"): "chunk_tokens must be a positive whole number",
+    ("labs", "--lab", "03", "-p", "requests=abc"): "requests must be of the kind of 4",
+    ("labs", "--lab", "03", "-p", "requests=-1"): "requests must be of the kind of 4",
+    ("labs", "--lab", "03", "-p", "shape=nope"): "there is no model 'nope'",
+    ("labs", "--lab", "08", "-p", "sinks=.inf"): "sinks must be of the kind of 4",
+    ("labs", "-p", "model=null"): "model must be of the kind of",
+    ("labs", "-p", "model={"): "-p takes values as in YAML",
+    ("labs", "-p", "gpu=[1]"): "gpu must be of the kind of",
+    ("labs", "-p", "profile=../../elsewhere"): "profile is not given as a parameter: use --device and --profile",
     ("labs", "--nope"): "No such option",
     ("plan", *CASE): "give either --gpu NAME or --gpu-memory SIZE",
     ("plan", *CASE, "--gpu-memory", "-3GiB"): "is not a size",
@@ -87,6 +98,28 @@ def test_bad_input_is_one_line_and_exit_2(arguments, monkeypatch, capsys):
 def test_a_folder_without_a_config_is_named(tmp_path, monkeypatch, capsys):
     arguments = ("plan", "--model", str(tmp_path), "--gpu-memory", "3GiB", "--batch", "1", "--tokens", "3")
     assert_refused(arguments, "has no config.json", monkeypatch, capsys)
+
+
+CONFIGS = ["null", "5", "[" * 5000, '{"model_type": ["llama"]}', '{"model_type": "llama", "num_hidden_layers": 0}']
+CONFIGS += ['{"model_type": "llama", "num_attention_heads": 0}', '{"model_type": "llama", "hidden_size": NaN}']
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=lambda text: text[:40])
+def test_a_config_that_makes_no_model_is_one_line(text, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    arguments = ("plan", "--model", str(config), "--gpu-memory", "3GiB", "--batch", "1", "--tokens", "3")
+    assert_refused(arguments, "", monkeypatch, capsys)
+
+
+def test_an_output_that_cannot_be_written_is_one_line():
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvlab.cli", "claims", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "kvlab: the output cannot be written: No space left on device\n"
 
 
 def assert_refused(arguments, said, monkeypatch, capsys):

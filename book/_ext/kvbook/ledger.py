@@ -16,7 +16,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from kvbook.runs import all_claims, all_runs, is_older, labs_of, recorded_devices
+from kvbook.runs import all_claims, all_runs, any_on_gpu, is_older, labs_of, recorded_devices
 from kvbook.tables import definitions, link, paragraph, table
 from kvlab.lab.claims import Claim, judge
 from kvlab.lab.run import Run, VerdictName
@@ -63,7 +63,7 @@ class ClaimsTable(SphinxDirective):
         overview: list[nodes.Node] = [_counts(claims, columns, verdicts)]
         for index, column in enumerate(columns):
             overview += _glance(claims, column, verdicts, index)
-        if len(columns) == 1:
+        if not any_on_gpu(runs):
             overview.insert(0, paragraph("No run on a GPU has been recorded yet.", classes=["not-run"]))
         return [*overview, *self._sections(claims, columns, verdicts)]
 

@@ -86,6 +86,11 @@ def all_runs(env: BuildEnvironment, location: str) -> dict[tuple[str, str | None
     return runs
 
 
+def any_on_gpu(runs: dict[tuple[str, str | None], Run | None]) -> bool:
+    """Whether any of ``runs`` was made on a CUDA device."""
+    return any(run is not None and run.device.kind == "cuda" for run in runs.values())
+
+
 def all_claims(env: BuildEnvironment) -> list[Claim]:
     """The claims of ``book/claims.yml``; the build ends with one line if it is no ledger."""
     path = Path(env.srcdir, CLAIMS)

@@ -9,7 +9,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from kvbook.runs import LABS, all_claims, all_runs, is_older, recorded_devices, written_commit
+from kvbook.runs import LABS, all_claims, all_runs, any_on_gpu, is_older, written_commit
 from kvbook.tables import Cell, definitions, link, paragraph, table
 from kvlab.lab.claims import Claim, judge
 from kvlab.lab.run import Device, Run
@@ -26,7 +26,7 @@ class LabStatus(SphinxDirective):
         claims = all_claims(self.env)
         rows = [self._row(lab, device, run, claims) for (lab, device), run in runs.items()]
         status = [table(_HEADER, rows, classes=["lab-status"])]
-        if not recorded_devices(self.env):
+        if not any_on_gpu(runs):
             status.append(paragraph("Recorded on a GPU: not run yet, for every lab.", classes=["not-run"]))
         return status
 

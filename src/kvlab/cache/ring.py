@@ -164,12 +164,24 @@ class Ring:
             self.keys = keys.new_zeros((*shape, self.slots, keys.shape[-1]))
             self.values = keys.new_zeros((*shape, self.slots, values.shape[-1]))
             self.sinks = keys.new_zeros((*shape, self.sinks_count + 1, keys.shape[-1]))
-            # one view a layer: a compiled step must not see the whole, or it would copy it to change a part
-            self.layer_keys, self.layer_values, self.layer_sinks = (
-                list(buffer) for buffer in (self.keys, self.values, self.sinks)
-            )
+            self._view_layers()
             self.columns = torch.zeros((), dtype=torch.long, device=keys.device)
             self.decode = DecodeStep(self)
+
+    def _view_layers(self) -> None:
+        """One view a layer: a compiled step must not see the whole, or it would copy it to change a part."""
+        self.layer_keys, self.layer_values, self.layer_sinks = (
+            list(buffer) for buffer in (self.keys, self.values, self.sinks)
+        )
+
+    def __getstate__(self) -> dict:
+        """Without the views: pickled, each would come back as a buffer of its own that no step writes to."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("layer_")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        if self.keys is not None:
+            self._view_layers()
 
     def _check_shape(self, keys: torch.Tensor) -> None:
         _, batch, heads, _, dim = self.keys.shape

@@ -49,6 +49,10 @@ class RingLayer(CacheLayerMixin):
                 progress.finished = True
         return without_gradients(held, key_states)
 
+    def __getstate__(self) -> dict:
+        """A copy takes its views from its own ring, at the next token."""
+        return vars(self) | {"keys": None, "values": None, "is_initialized": False}
+
     def get_mask_sizes(self, query_length: int):
         return query_length, self.ring.offset
 
@@ -79,6 +83,10 @@ class SlidingWindowCache(BoundedCache):
     for shapes without weights.
     ``compileable``: let ``generate`` compile the decode step on CUDA; costs a mask in every step.
     ``chunk_limit_bytes``: a prefill chunk that needs more room than this, beside the held window, is refused.
+
+    A forward that dies before its last layer has stored its keys is noticed by the next one. One that dies later
+    (the last attention, the final norm, the logits) has counted its tokens: compare ``tokens_seen`` before you try
+    again, or ``reset()``. One cache belongs to one model and one thread; neither is checked.
 
     Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it; all
     others follow the policy.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -30,11 +31,11 @@ from kvlab.lab import provenance
 from kvlab.lab.claims import Judgement, judge, load_claims
 from kvlab.lab.evidence import RUN_DIR_VARIABLE
 from kvlab.lab.run import LabError, Run
-from kvlab.model import load_tokenizer
+from kvlab.model import load_config, load_tokenizer
 
 KERNEL = "python3"
 PROFILES = ("quick", "full")
-CELL_TIMEOUT_S = {"quick": 300, "full": 3600}
+CELL_TIMEOUT_S = {"quick": 600, "full": 7200}
 _KERNEL_ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -106,6 +107,8 @@ def run_labs(
     """
     if profile not in PROFILES:
         raise KvlabError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+    if twice := {"device", "profile"} & set(parameters or {}):
+        raise KvlabError(f"{' and '.join(sorted(twice))} is not given as a parameter: use --device and --profile")
     resolved = resolve_device(device)
     check_kernel()
     plans = [_plan(lab, {"device": str(resolved), "profile": profile} | (parameters or {})) for lab in labs]
@@ -131,7 +134,7 @@ def _plan(lab: str, given: dict[str, Any]) -> _Plan:
     if unknown := sorted(set(given) - set(known)):
         raise KvlabError(f"{lab} has no parameter {', '.join(unknown)}: it has {', '.join(sorted(known))}")
     parameters = known | given
-    _check_values(lab, parameters)
+    _check_values(lab, parameters, known)
     device = resolve_device(str(parameters["device"]))
     folder = provenance.repository() / "_runs" / device.type / str(parameters["profile"]) / lab
     fingerprint = {
@@ -144,19 +147,34 @@ def _plan(lab: str, given: dict[str, Any]) -> _Plan:
     return _Plan(lab, parameters, folder, fingerprint)
 
 
-def _check_values(lab: str, parameters: dict[str, Any]) -> None:
-    """KvlabError for a value that a kernel would only trip over: an unknown GPU or model, a size that is none."""
-    if "gpu" in parameters:
-        named_gpu(parameters["gpu"])
-    if "model" in parameters:
-        load_tokenizer(parameters["model"])  # says what is wrong with a name, a folder, or a model not fetched
+def _check_values(lab: str, parameters: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """KvlabError for a value that a kernel would only trip over: another kind of value, a size that is none, a name."""
     for name, value in parameters.items():
-        if name.endswith(("_mib", "_tokens")) and value is not None and not (_is_number(value) and value > 0):
-            raise KvlabError(f"{lab}: {name} must be a positive number, not {value!r}")
+        sizes = value if isinstance(value, list) and value else [value]
+        if name.endswith(("tokens", "_mib")):
+            if not all(size is None or _is_size(size) for size in sizes):
+                raise KvlabError(f"{lab}: {name} must be a positive whole number, not {value!r}")
+        elif not _same_kind(value, defaults[name]):
+            raise KvlabError(f"{lab}: {name} must be of the kind of {defaults[name]!r}, not {value!r}")
+    for name, check in (("gpu", named_gpu), ("shape", load_config), ("model", load_tokenizer)):
+        if name in parameters:
+            check(parameters[name])  # says what is wrong with a name, a folder, or a model not fetched
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    """Whether ``value`` can stand where ``default`` does; a number must be finite and not negative."""
+    if default is None:
+        return value is None or isinstance(value, list) or _same_kind(value, 0)
+    if isinstance(default, list):
+        return isinstance(value, list) and bool(value) and all(_same_kind(item, default[0]) for item in value)
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value) and value >= 0
+    return type(value) is type(default) and value != ""
 
 
 def _default_parameters(lab: str) -> dict[str, Any]:

@@ -41,7 +41,9 @@ def show_markdown(text: str) -> None:
 
 
 def show_table(header: list[str], rows: list[list[Any]]) -> None:
-    """Show rows as a table in the theme's own style; cells are text, ``None`` is an empty cell."""
+    """Show rows as a table in the theme's own style; ``None`` is an empty cell, but every column has a name."""
+    if not all(name.strip() for name in header):
+        raise ValueError(f"a column without a name cannot be read aloud: {header}")
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows]
     show_markdown("\n".join(lines))

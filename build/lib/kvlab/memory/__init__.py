@@ -1,1 +1,0 @@
-"""Where the bytes go: arithmetic, messages, snapshots and a model of the allocator."""
