@@ -91,6 +91,9 @@ class SlidingWindowCache(BoundedCache):
     Layers with a sliding window of their own that fits into the policy keep it, exactly as the model has it; all
     others follow the policy.
 
+    Padding belongs on the left. The 2-D attention mask is read until every row has begun and not after, as reading it
+    would wait for the device in every step.
+
     A decode step that is compiled or captured together with its mask counts on the device: reading the counters then
     waits for it, until the next step outside.
     """
