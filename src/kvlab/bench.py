@@ -69,10 +69,10 @@ PLANS: dict[Profile, Plan] = {
         windows=(512, 4096, 16384),
         batches=(1,),
         seconds_per_cache=0.05,
-        fewest_samples=3,
+        fewest_samples=2,
         step_window=4096,
         step_samples=5,
-        prefill=(1024, 128, 64, 4),
+        prefill=(768, 128, 64, 4),
         watched_steps=1000,
     ),
     "full": Plan(
