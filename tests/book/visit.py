@@ -36,6 +36,10 @@ _OPEN_EVERYTHING = """() => {
 }"""
 _SETTLED = "() => window.MathJax?.startup?.promise"
 _PAINTED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+_STILL = """() => Promise.race([
+  Promise.allSettled(document.getAnimations().map(animation => animation.finished)),
+  new Promise(done => setTimeout(done, 2000))])"""
+"""A cell that is still fading in has too little contrast for an instant."""
 _REACHABLE = """() => [...document.querySelectorAll(
     "pre, .output, .pst-scrollable-table-container, mjx-container[display]")].every(
   region => region.scrollWidth <= region.clientWidth || region.tabIndex >= 0)"""
@@ -109,6 +113,7 @@ def _look(page: Page, mode: str, seen: Visit) -> None:
     page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
     page.set_viewport_size({"width": MODES[mode], "height": 800})
     page.evaluate(_PAINTED)
+    page.evaluate(_STILL)
     with suppress(TimeoutError):  # axe will say which region it is
         page.wait_for_function(_REACHABLE, timeout=_PATIENCE_MS)
     seen.theme[mode] = page.evaluate("document.documentElement.dataset.theme")
