@@ -52,7 +52,7 @@ def main() -> None:
     except UnicodeEncodeError as error:
         _refuse(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
     except OSError as error:
-        _refuse(f"the output cannot be written: {error.strerror}")
+        _refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         print("kvlab: stopped", file=sys.stderr)
         sys.exit(130)

@@ -5,32 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from sample import ROOT, build
+from sample import ROOT, Book, built
 from visit import Browser, Server, open_browser, serve
 
 from kvlab.lab.runner import lab_names, run_labs
 from kvlab.lab.stage import stage
 
 sys.path.append(str(ROOT / "book" / "_ext"))
-
-
-@dataclass(frozen=True)
-class Book:
-    """A built book: its source tree, its pages, and what the build said."""
-
-    source: Path
-    html: Path
-    returncode: int
-    log: str
-
-
-def built(source: Path) -> Book:
-    done = build(source, source / "out")
-    return Book(source, source / "out" / "_build" / "html", done.returncode, done.stdout + done.stderr)
 
 
 @pytest.fixture(scope="session")

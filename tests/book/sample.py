@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -147,3 +148,18 @@ def build(root: Path, output: Path) -> subprocess.CompletedProcess[str]:
     command += ["--path-output", str(output), "-W", "-n", "--keep-going"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@dataclass(frozen=True)
+class Book:
+    """A built book: its source tree, its pages, and what the build said."""
+
+    source: Path
+    html: Path
+    returncode: int
+    log: str
+
+
+def built(source: Path) -> Book:
+    done = build(source, source / "out")
+    return Book(source, source / "out" / "_build" / "html", done.returncode, done.stdout + done.stderr)

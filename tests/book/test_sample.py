@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import nbformat
 import pytest
-from conftest import Book, built
 from pages import broken_links, pages_in_html, pages_in_source, pages_in_toc, remote_assets, soup
-from sample import ALT, INTRO, LAB, TOC, sample_notebook, sample_run, write_sample
+from sample import ALT, INTRO, LAB, TOC, Book, built, sample_notebook, sample_run, write_sample
 from visit import MODES, serve, visit
 
 pytestmark = pytest.mark.book
