@@ -1,79 +1,19 @@
-"""The command line: ``kvlab VERB``. Thin: it reads arguments, calls the package and prints; the work is elsewhere."""
+"""``kvlab plan``, ``diagnose``, ``snapshot`` and ``replay``: where the bytes go, on anyone's incident."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Column, Table
-from typer.exceptions import TyperException
 
+from kvlab.cli.base import Json, app, wide_console
 from kvlab.errors import KvlabError
-
-app = typer.Typer(
-    help="Reproduce, read and fix the out-of-memory of a KV cache that meets a long sequence.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-model_app = typer.Typer(help="The model the labs run on.", no_args_is_help=True)
-app.add_typer(model_app, name="model")
-bench_app = typer.Typer(help="Side-by-side measurements, in one process.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-
-
-def _console() -> Console:
-    """The terminal as wide as it is; a pipe or file as wide as the tables need."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=132)
-
-
-def main() -> None:
-    """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
-    try:
-        status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
-        sys.stdout.flush()
-        sys.exit(status)
-    except (KvlabError, TyperException) as error:
-        _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
-    except BrokenPipeError:  # the reader had enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except UnicodeEncodeError as error:
-        _refuse(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
-    except OSError as error:
-        _refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
-    except (KeyboardInterrupt, typer.Abort):
-        print("kvlab: stopped", file=sys.stderr)
-        sys.exit(130)
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
-    sys.exit(2)
-
-
-@model_app.command("fetch")
-def fetch(
-    model: Annotated[str, typer.Argument(help="Name of a bundled model.")] = "smollm2-135m",
-    force: Annotated[bool, typer.Option("--force", help="Fetch and convert again.")] = False,
-) -> None:
-    """Download a model once, check its SHA-256 and convert it; print its folder."""
-    from kvlab.model import fetch_model
-
-    print(fetch_model(model, force=force))
 
 
 @app.command()
@@ -105,7 +45,7 @@ def plan(
     if as_json:
         print(result.model_dump_json())
     else:
-        _console().print(result.render())
+        wide_console().print(result.render())
 
 
 @app.command()
@@ -127,7 +67,7 @@ def diagnose(
     if as_json:
         print(found.model_dump_json())
     else:
-        _console().print(oom.render(found))
+        wide_console().print(oom.render(found))
 
 
 @app.command()
@@ -243,95 +183,3 @@ def _fate(result: Any) -> str:
     if result.oom is None:
         return "all that was recorded fits"
     return f"out of memory at event {result.oom.event:,}: {result.oom.message}"
-
-
-@app.command()
-def labs(
-    lab: Annotated[list[str] | None, typer.Option(help="A lab by number or name; may be repeated.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run even if nothing has changed.")] = False,
-    parameter: Annotated[list[str] | None, typer.Option("-p", help="A parameter of the lab: NAME=VALUE.")] = None,
-    stage: Annotated[Path | None, typer.Option(help="Folder the book renders the runs from.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run the labs through papermill, one kernel at a time, and judge them by their evidence."""
-    from kvlab.lab.runner import find_lab, lab_names, run_labs
-
-    chosen = sorted({find_lab(name) for name in lab}) if lab else lab_names()
-    console = Console(stderr=as_json)
-    with console.status("starting") as status:
-        results = run_labs(
-            chosen,
-            device=device,
-            profile=profile,
-            parameters=_parameters(parameter or []),
-            fresh=fresh,
-            on_start=lambda name: status.update(f"running {name} ({profile})"),
-            on_end=lambda result: console.print(_lab_line(result), highlight=False),
-        )
-    if as_json:
-        print(json.dumps({"labs": [result.as_json() for result in results]}))
-    red = [result for result in results if result.status == "red"]
-    if stage is not None and not red:
-        from kvlab.lab.stage import stage as stage_runs
-
-        stage_runs(results, stage)
-    if red:
-        raise typer.Exit(1)
-
-
-def _parameters(given: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` pairs; values are read as YAML scalars, so ``tokens=4096`` is a number."""
-    pairs = [entry.partition("=") for entry in given]
-    if wrong := [name for name, equals, _ in pairs if not (name and equals)]:
-        raise KvlabError(f"-p takes NAME=VALUE, not {wrong[0]!r}")
-    try:
-        return {name: yaml.safe_load(value) for name, _, value in pairs}
-    except yaml.YAMLError as error:
-        raise KvlabError(f"-p takes values as in YAML: {' '.join(str(error).split())[:200]}") from None
-
-
-def _lab_line(result: Any) -> str:
-    mark = {"green": "[green]green[/green]", "red": "[red]red[/red]"}[result.status]
-    how = "unchanged since its last run" if result.reused else f"{result.seconds:.1f} s"
-    line = f"{mark} {result.lab} ({how}, {len(result.judgements)} claims)"
-    return line if result.status == "green" else f"{line}\n    {result.reason}\n    see {result.folder}"
-
-
-@bench_app.command("cache")
-def bench_the_cache(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
-    as_json: Json = False,
-) -> None:
-    """What each cache costs per token, beside its peers: medians, ratios, bytes, and how far each is from the floor."""
-    from kvlab.bench import bench_cache, render
-    from kvlab.lab.runner import PROFILES
-
-    if profile not in PROFILES:
-        raise KvlabError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
-    result = bench_cache(profile, device)
-    if as_json:
-        print(result.model_dump_json())
-    else:
-        _console().print(render(result))
-
-
-@app.command()
-def claims(as_json: Json = False) -> None:
-    """The ledger: every claim of the article, its lab and the verdict on record."""
-    from kvlab.lab.claims import load_claims
-
-    ledger = load_claims()
-    if as_json:
-        print(json.dumps({"claims": [claim.model_dump() for claim in ledger]}))
-        return
-    table = Table("claim", "lab", "statement", "verdict on record")
-    for claim in ledger:
-        table.add_row(claim.id, claim.lab, claim.statement, claim.expected)
-    _console().print(table)
-
-
-if __name__ == "__main__":
-    main()

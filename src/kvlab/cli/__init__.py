@@ -1,0 +1,43 @@
+"""The command line: ``kvlab VERB``. Thin: it reads arguments, calls the package and prints; the work is elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from kvlab.cli import bench, labs, memory, model  # noqa: F401  (each adds its verbs)
+from kvlab.cli.base import app
+from kvlab.errors import KvlabError
+
+
+def main() -> None:
+    """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
+    try:
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        sys.stdout.flush()
+        sys.exit(status)
+    except (KvlabError, TyperException) as error:
+        _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
+    except BrokenPipeError:  # the reader had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except UnicodeEncodeError as error:
+        _refuse(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
+    except OSError as error:
+        _refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
+    except (KeyboardInterrupt, typer.Abort):
+        print("kvlab: stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
+    sys.exit(2)

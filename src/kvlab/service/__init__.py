@@ -1,0 +1,1 @@
+"""The incident's server: an HTTP front, and an engine in a child process under a byte budget."""
