@@ -83,7 +83,7 @@ def snapshot(
     summary = summarise(read)
     sentence = _draw_address_map(read, figure) if figure else ""
     if as_json:
-        print(json.dumps(summary.model_dump()))  # escapes what is no text, as half a surrogate pair in a path
+        print(summary.model_dump_json())
         return
     console = Console(markup=False, highlight=False)
     console.print(_summary_table(summary))

@@ -255,3 +255,27 @@ def test_idle_segments_from_before_the_recording_do_not_count_against_a_card():
         allocator.malloc(512)
 
     assert replay(parse_snapshot(recording(build, max_history=1)), gpu_memory_bytes=100 * MIB).oom is None
+
+
+def refused(allocator):
+    allocator.malloc(60 * MIB)
+    with pytest.raises(CudaOutOfMemoryError):
+        allocator.malloc(50 * MIB)
+    allocator.malloc(20 * MIB)
+
+
+def test_a_request_that_the_recorded_card_refused_is_made_on_the_other_card_too():
+    snapshot = parse_snapshot(recording(refused, total=100 * MIB))
+    place = next(i for i, e in enumerate(snapshot.traces[0]) if e.action == "oom")
+    oom = replay(snapshot, gpu_memory_bytes=100 * MIB).oom
+    assert (oom.event, oom.tried_bytes) == (place, 50 * MIB)
+    assert replay(snapshot, gpu_memory_bytes=110 * MIB).oom is None
+
+
+def test_what_a_larger_card_serves_is_given_back_for_the_recording_does_not_hold_its_use():
+    def build(allocator):
+        refused(allocator)
+        allocator.malloc(20 * MIB)  # 100 in use; together with the 50 it would be 150
+
+    snapshot = parse_snapshot(recording(build, total=100 * MIB))
+    assert replay(snapshot, gpu_memory_bytes=112 * MIB).oom is None

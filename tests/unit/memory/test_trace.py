@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
+from kvlab.cache import CachePolicy, SlidingWindowCache
 from kvlab.memory.allocator import CudaOutOfMemoryError, Device
 from kvlab.memory.replay import replay
 from kvlab.memory.snapshot import parse_snapshot, summarise
@@ -128,6 +129,26 @@ def test_the_article_dies_in_the_prefill_on_24_gib(article):
     assert outcome.terms == {"cublas_workspace_bytes": 8_519_680, "other_bytes": 600 * MIB}
 
 
+def test_with_the_window_cache_the_article_fits_its_card_and_stays_level_while_it_decodes():
+    cache = SlidingWindowCache(LLAMA_2_7B, CachePolicy(max_total_tokens=1024))
+    trace = capture_generation(
+        LLAMA_2_7B, lambda model: cache, batch_size=4, prompt_tokens=6000, new_tokens=6, prefill_chunk_size=512
+    )
+    outcome, _ = run_on(trace, Device(24 * GIB, other_bytes=600 * MIB))
+    assert outcome.oom is None
+    ends = {p.phase: p.end_allocated_bytes for p in outcome.phases}
+    assert len({end for phase, end in ends.items() if phase.startswith("decode")}) == 1
+    window_bytes = 4 * 1024 * 512 * 1024
+    assert 0 <= ends["decode 6"] - ends["weights"] - window_bytes < 100 * MIB
+
+
+def test_a_static_cache_of_the_article_dies_with_another_message_than_a_growing_one():
+    trace = capture_generation(LLAMA_2_7B, fixed(6144), batch_size=4, prompt_tokens=6000, prefill_chunk_size=512)
+    oom = run_on(trace, Device(24 * GIB, other_bytes=600 * MIB))[0].oom
+    one_layer_bytes = 4 * 6144 * 32 * 128 * 2
+    assert (oom.phase, oom.tried_bytes) == ("prefill", one_layer_bytes)
+
+
 def test_a_static_cache_is_allocated_whole_and_does_not_grow():
     trace = capture_generation(TINY, fixed(512), batch_size=2, prompt_tokens=16, new_tokens=4)
     outcome, _ = run_on(trace, Device(GIB))
@@ -174,13 +195,14 @@ def test_phases_are_told_apart():
         ],
         terms={},
     )
-    outcome, _ = run_on(trace, Device(GIB))
+    outcome, allocator = run_on(trace, Device(GIB))
     assert [(p.phase, p.peak_allocated_bytes // MIB, p.end_allocated_bytes // MIB) for p in outcome.phases] == [
         ("load", 30, 30),
         ("run", 70, 30),
         ("end", 35, 35),
     ]
     assert (outcome.events, outcome.peak_allocated_bytes) == (4, 70 * MIB)
+    assert allocator.memory_stats()["allocated_bytes.all.peak"] == 70 * MIB  # of the whole run, for its memory_summary
 
 
 def test_a_run_stops_at_its_out_of_memory():

@@ -83,7 +83,11 @@ def _reason(cause: Cause, f: Figures, family: Family) -> str:
 def _steps(cause: Cause, pool_of: str | None) -> list[str]:
     match cause:
         case "fragmentation":
-            return ["Try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.", f"Next: {SNAPSHOT}"]
+            return [
+                f"Next: {SNAPSHOT}",
+                "Look at what is releasable in it: holes between live blocks stay holes under expandable_segments "
+                "too; it helps where segments of changing size were cut up.",
+            ]
         case "memory_fraction":
             return ["Raise or remove torch.cuda.set_per_process_memory_fraction.", f"Next: {PLAN}"]
         case "other_process":

@@ -10,6 +10,7 @@ Literal text is matched without white space, quotes and case, as `text.squeeze` 
 """
 
 import re
+from fractions import Fraction
 from functools import cache
 
 from kvlab.memory.oom.model import Figures, Size
@@ -104,4 +105,4 @@ def _scaled(number: str, unit_bytes: int) -> Size:
     number = re.sub(r",(?=\d{3}(?:\D|$))", "", number).replace(",", ".")
     decimals = len(number.partition(".")[2])
     exact = unit_bytes == 1 and not decimals
-    return Size(round(float(number) * unit_bytes), 0.0 if exact else 0.5 * 10**-decimals * unit_bytes)
+    return Size(round(Fraction(number) * unit_bytes), 0.0 if exact else 0.5 * 10**-decimals * unit_bytes)

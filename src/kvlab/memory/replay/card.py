@@ -20,7 +20,9 @@ def run_on_card(
     """The first out-of-memory of the run on a card where PyTorch may reserve ``gpu_memory_bytes``, or None.
 
     The recording says what is asked for, freed and used on which stream; when to grow, to flush and to
-    retry is the model's decision. A recorded run of cudaFrees counts as the program's ``empty_cache``.
+    retry is the model's decision. A recorded run of cudaFrees counts as the program's ``empty_cache``. A
+    request that the recorded card refused (``oom``) is made here too; if this card serves it, it is given back
+    at once, for what the program would have done with it is not in the recording.
     """
     device = Device(total_bytes=gpu_memory_bytes, next_address=_BEYOND_RECORDED_ADDRESSES)
     allocator = CachingAllocator(device, settings)
@@ -39,11 +41,15 @@ def _run(recording: Recording, allocator: CachingAllocator) -> ReplayOom | None:
     events, pool_ids = recording.events, recording.pool_ids()
     for place, event in enumerate(events):
         action, address = event.action, event.address
-        if action == "alloc":
+        if action in ("alloc", "oom"):
             try:
-                live[address] = allocator.malloc(event.size, event.stream, pool_id=pool_ids[place])
+                served = allocator.malloc(event.size, event.stream, pool_id=pool_ids[place])
             except CudaOutOfMemoryError as error:
                 return ReplayOom(event=place, tried_bytes=error.tried_bytes, message=str(error))
+            if action == "alloc":
+                live[address] = served
+            else:
+                allocator.free(served)
         elif action == "free_requested":
             _request_free(allocator, address, live.pop(address, address))
         elif action == "free_completed":

@@ -65,10 +65,14 @@ class Snapshot:
 
 
 def readable_frames(raw: Any) -> Frames:
-    """Frames as ``file:line function``; a frame that is no dictionary is shown as it is."""
+    """Frames as ``file:line function``; a frame that is no dictionary is shown as it is, half a surrogate escaped."""
     return tuple(
-        f"{frame.get('filename', '?')}:{frame.get('line', '?')} {frame.get('name', '?')}"
-        if isinstance(frame, dict)
-        else str(frame)
+        (
+            f"{frame.get('filename', '?')}:{frame.get('line', '?')} {frame.get('name', '?')}"
+            if isinstance(frame, dict)
+            else str(frame)
+        )
+        .encode(errors="backslashreplace")
+        .decode()
         for frame in raw or ()
     )

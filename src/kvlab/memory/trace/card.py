@@ -10,12 +10,10 @@ from kvlab.memory.trace.steps import AllocationTrace, Step
 class PhasePeak(BaseModel):
     """The highest memory within one phase of a run, and what was allocated at its end."""
 
-    model_config = ConfigDict(frozen=True)
-
     phase: str
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    end_allocated_bytes: int
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    end_allocated_bytes: int = 0
 
 
 class TraceOom(BaseModel):
@@ -55,11 +53,8 @@ def run_on(
     allocator = CachingAllocator(device, settings, max_history=None)
     addresses: dict[int, int] = {}
     peaks: list[PhasePeak] = []
-    oom, done, phase = None, 0, ""
+    oom, done = None, 0
     for done, step in enumerate(trace.steps):
-        if step.phase != phase and done:
-            peaks.append(_close_phase(allocator, phase))
-        phase = step.phase
         try:
             if step.size_bytes:
                 addresses[step.storage] = allocator.malloc(step.size_bytes, frames=step.frames)
@@ -67,12 +62,13 @@ def run_on(
                 allocator.free(addresses.pop(step.storage))
         except CudaOutOfMemoryError as error:
             oom = _oom(done, step, error)
+        _note_peak(peaks, step.phase, allocator)
+        if oom:
             break
-    peaks.append(_close_phase(allocator, phase))
     outcome = TraceOutcome(
         events=len(trace.steps) if oom is None else done,
-        peak_allocated_bytes=max(p.peak_allocated_bytes for p in peaks),
-        peak_reserved_bytes=max(p.peak_reserved_bytes for p in peaks),
+        peak_allocated_bytes=allocator.stats.all.allocated_bytes.peak,
+        peak_reserved_bytes=allocator.stats.all.reserved_bytes.peak,
         phases=tuple(peaks),
         terms={**trace.terms, "other_bytes": device.other_bytes},
         oom=oom,
@@ -80,16 +76,16 @@ def run_on(
     return outcome, allocator
 
 
-def _close_phase(allocator: CachingAllocator, phase: str) -> PhasePeak:
-    counters = allocator.stats.all
-    peak = PhasePeak(
-        phase=phase,
-        peak_allocated_bytes=counters.allocated_bytes.peak,
-        peak_reserved_bytes=counters.reserved_bytes.peak,
-        end_allocated_bytes=counters.allocated_bytes.current,
-    )
-    allocator.reset_peak_stats()
-    return peak
+def _note_peak(peaks: list[PhasePeak], phase: str, allocator: CachingAllocator) -> None:
+    """Take the step just made into the peak of its phase; the allocator's own peaks stay those of the whole run."""
+    allocated_bytes = allocator.stats.all.allocated_bytes.current
+    reserved_bytes = allocator.stats.all.reserved_bytes.current
+    if not peaks or peaks[-1].phase != phase:
+        peaks.append(PhasePeak(phase=phase))
+    peak = peaks[-1]
+    peak.peak_allocated_bytes = max(peak.peak_allocated_bytes, allocated_bytes)
+    peak.peak_reserved_bytes = max(peak.peak_reserved_bytes, reserved_bytes)
+    peak.end_allocated_bytes = allocated_bytes
 
 
 def _oom(number: int, step: Step, error: CudaOutOfMemoryError) -> TraceOom:
