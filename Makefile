@@ -13,7 +13,7 @@ BIN  := $(VENV)/bin
 PAGE := book/_build/html/index.html
 
 .DEFAULT_GOAL := help
-.PHONY: help install model labs book test lint clean
+.PHONY: help install model labs record book test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ model: install ## fetch and convert the model, once
 
 labs: model ## run the labs that changed (DEVICE, PROFILE)
 	$(BIN)/kvlab labs --device $(DEVICE) --profile $(PROFILE) --stage book/labs
+
+record: model ## run every lab in its full profile and keep the runs in book/recordings (DEVICE)
+	$(BIN)/kvlab labs --device $(DEVICE) --profile full --record
 
 book: labs ## run the labs and build the book; prints the path of its first page
 	rm -rf book/_build

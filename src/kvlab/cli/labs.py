@@ -23,6 +23,7 @@ def labs(
     fresh: Annotated[bool, typer.Option("--fresh", help="Run even if nothing has changed.")] = False,
     parameter: Annotated[list[str] | None, typer.Option("-p", help="A parameter of the lab: NAME=VALUE.")] = None,
     stage: Annotated[Path | None, typer.Option(help="Folder the book renders the runs from.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Keep green runs under book/recordings.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run the labs through papermill, one kernel at a time, and judge them by their evidence."""
@@ -47,6 +48,13 @@ def labs(
         from kvlab.lab.stage import stage as stage_runs
 
         stage_runs(results, stage)
+    if record:
+        from kvlab.lab.provenance import repository
+        from kvlab.lab.recording import keep
+
+        for result in results:
+            if result.status == "green":
+                console.print(f"kept {keep(result, repository() / 'book' / 'recordings')}", highlight=False)
     if red:
         raise typer.Exit(1)
 

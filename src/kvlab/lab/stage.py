@@ -11,6 +11,9 @@ from kvlab.lab import provenance
 from kvlab.lab.run import LabError
 from kvlab.lab.runner import LabResult
 
+NOT_SHOWN = ("*.ipynb", "fingerprint.json")
+"""Files of a run's folder that the book does not take as they are."""
+
 
 def stage(results: list[LabResult], target: Path) -> None:
     """Copy each notebook to ``target/<lab>.ipynb`` and its evidence to ``target/<lab>/``; a red run is refused."""
@@ -20,7 +23,7 @@ def stage(results: list[LabResult], target: Path) -> None:
             raise LabError(f"{result.lab} is red, its run is not shown: {result.reason}")
         evidence = target / result.lab
         shutil.rmtree(evidence, ignore_errors=True)
-        shutil.copytree(result.folder, evidence, ignore=shutil.ignore_patterns("*.ipynb", "fingerprint.json"))
+        shutil.copytree(result.folder, evidence, ignore=shutil.ignore_patterns(*NOT_SHOWN))
         write_normalised(result.folder / "executed.ipynb", target / f"{result.lab}.ipynb")
 
 
