@@ -6,9 +6,18 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedConfig
 
-from .errors import PolicyError
+from .errors import PolicyError, UnsupportedModelError
 
 DEFAULT_SINKS = 4  # StreamingLLM, arXiv 2309.17453, table 2: four sinks recover what more would
+
+
+def check_dtype(kept: torch.dtype | None, computed: torch.dtype) -> None:
+    """Refuse a model that computes its keys in another type than the policy keeps (None: any)."""
+    if kept not in (None, computed):
+        raise UnsupportedModelError(
+            f"the policy keeps {kept}, the model computes keys in {computed}; load the model in {kept}, or leave "
+            "dtype out of the policy"
+        )
 
 
 def _shifts(given: dict) -> bool:
@@ -27,7 +36,7 @@ class CachePolicy(BaseModel):
     ``dtype``: what keys and values must come in, such as ``bfloat16``; None takes the model's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     max_total_tokens: int = Field(gt=0)
     eviction: Literal["ring", "shift"] = "ring"

@@ -13,6 +13,7 @@ from .chunk import ChunkStep, FirstStep
 from .decode import DecodeStep
 from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperationError
 from .masks import MaskOffset, MaskRequest
+from .policy import check_dtype
 from .progress import Progress
 from .rotary import Rotation
 
@@ -153,11 +154,7 @@ class Ring:
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take all the room this ring will ever use, from the shape of one layer's keys and values."""
-        if self.dtype not in (None, keys.dtype):
-            raise UnsupportedModelError(
-                f"the policy keeps {self.dtype}, the model computes keys in {keys.dtype}; load the model in "
-                f"{self.dtype}, or leave dtype out of the policy"
-            )
+        check_dtype(self.dtype, keys.dtype)
         shape = (len(self.rotations), *keys.shape[:2])
         with torch.inference_mode(False):  # else a later step outside inference mode could not write
             # Zeroed, never empty: a NaN left in a masked slot would still poison the sum.

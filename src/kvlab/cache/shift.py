@@ -8,7 +8,7 @@ from .base import BoundedCache
 from .errors import BatchChangedError, PolicyError, UnsupportedModelError, UnsupportedOperationError
 from .gradients import without_gradients
 from .masks import MaskOffset, MaskRequest, register_masks
-from .policy import CachePolicy
+from .policy import CachePolicy, check_dtype
 from .progress import Progress
 from .supported import check_model
 
@@ -69,11 +69,13 @@ class ShiftingLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, plan: ShiftPlan, index: int, is_last: bool, is_sliding: bool):
+    def __init__(self, plan: ShiftPlan, index: int, is_last: bool, is_sliding: bool, dtype: torch.dtype | None):
         super().__init__()
         self.plan, self.index, self.is_last, self.is_sliding = plan, index, is_last, is_sliding
+        self.kept_dtype = dtype
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        check_dtype(self.kept_dtype, key_states.dtype)
         with torch.inference_mode(False):  # or a later step outside inference mode could not write to it
             self.keys, self.values = (
                 states.new_zeros((*states.shape[:2], self.plan.high, states.shape[-1]))
@@ -164,7 +166,10 @@ class ShiftingKVCache(BoundedCache):
         register_masks()
         last = len(kinds) - 1
         super().__init__(
-            layers=[ShiftingLayer(self.plan, index, index == last, own is not None) for index in range(len(kinds))]
+            layers=[
+                ShiftingLayer(self.plan, index, index == last, own is not None, policy.torch_dtype)
+                for index in range(len(kinds))
+            ]
         )
 
     def _croppable_tokens(self) -> int:

@@ -85,7 +85,7 @@ def load_claims(path: Path | None = None) -> list[Claim]:
         claims = [Claim.model_validate(entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
     except FileNotFoundError:
         raise KvlabError(f"{path} is missing: run this in a checkout of the book") from None
-    except (yaml.YAMLError, ValidationError, TypeError) as error:
+    except (yaml.YAMLError, ValidationError, TypeError, UnicodeDecodeError) as error:
         raise KvlabError(f"{path} is not a claims ledger: {' '.join(str(error).split())[:300]}") from None
     ids = [claim.id for claim in claims]
     if repeated := {claim_id for claim_id in ids if ids.count(claim_id) > 1}:

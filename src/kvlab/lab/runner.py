@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import papermill
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -180,7 +181,11 @@ def _same_kind(value: Any, default: Any) -> bool:
 def _default_parameters(lab: str) -> dict[str, Any]:
     """Names and values of the cell tagged ``parameters``; a lab without one cannot be run."""
     path = provenance.lab_path(lab)
-    notebook = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except (nbformat.ValidationError, ValueError, AttributeError, TypeError) as error:
+        raise LabError(f"{path.name} is not a notebook: {' '.join(str(error).split())[:120]}") from None
     cells = [cell for cell in notebook["cells"] if "parameters" in cell["metadata"].get("tags", [])]
     if len(cells) != 1:
         raise LabError(f"{path.name} has {len(cells)} cells tagged 'parameters', it needs exactly one")

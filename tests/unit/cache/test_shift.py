@@ -120,3 +120,10 @@ def test_layers_that_do_not_evict_together_are_refused():
         shifting(Gemma2Config(), 8, 4)
     with pytest.raises(UnsupportedModelError, match="sees 6 tokens; use high_water=6 or less"):
         shifting(MistralConfig(sliding_window=6), 8, 4)
+
+
+def test_a_model_that_computes_in_another_type_than_the_policy_keeps_is_refused():
+    model = build("llama", "sdpa")
+    cache = ShiftingKVCache(model, CachePolicy(max_total_tokens=8, eviction="shift", dtype="bfloat16"))
+    with pytest.raises(UnsupportedModelError, match=r"keeps torch.bfloat16, the model computes keys in torch.float32"):
+        model(text(4)[None], cache=cache)

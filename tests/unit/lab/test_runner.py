@@ -95,6 +95,13 @@ def test_a_lab_without_a_parameters_cell_is_refused(checkout):
         run_tiny()
 
 
+@pytest.mark.parametrize("text", ["garbage", "[]", "{}", '{"cells": 3, "metadata": {}, "nbformat": 4}'])
+def test_a_file_that_is_no_notebook_is_refused_in_one_line(checkout, text):
+    (checkout.root / "labs" / "01-tiny.ipynb").write_text(text)
+    with pytest.raises(LabError, match="01-tiny.ipynb is not a notebook"):
+        run_tiny()
+
+
 def test_a_kernel_of_another_interpreter_is_refused(checkout, tmp_path, monkeypatch):
     spec = tmp_path / "jupyter" / "kernels" / "python3"
     spec.mkdir(parents=True)
