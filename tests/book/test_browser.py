@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pages import pages_in_toc
 from sample import ROOT
-from visit import MODES, Visit, visit
+from visit import MODES, OTHER_WIDTHS, Visit, visit
 
 pytestmark = pytest.mark.book
 
@@ -29,6 +29,7 @@ def test_axe_finds_nothing_in_any_mode(seen):
 
 def test_the_page_never_scrolls_sideways(seen):
     assert seen.width == MODES
+    assert seen.other_widths == list(OTHER_WIDTHS)
 
 
 def test_the_theme_follows_the_reader(seen):
@@ -42,8 +43,8 @@ def test_formulas_can_be_heard(browser, server):
     page.close()
 
 
-def test_search_finds_a_term_of_the_glossary(browser, server):
+def test_search_finds_fragmentation(browser, server):
     page = browser.new_page()
-    page.goto(f"{server}search.html?q=eviction")
-    page.wait_for_selector("#search-results a[href*='book/glossary.html']")
+    page.goto(f"{server}search.html?q=fragmentation")
+    page.wait_for_selector("#search-results a[href*='03-contributing-factors.html']")
     page.close()

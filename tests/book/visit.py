@@ -18,6 +18,8 @@ from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
 Server = str
 MODES = {"light": 1280, "dark": 1280, "phone": 320}
 """Width of the window in pixels. A phone shows the light theme."""
+OTHER_WIDTHS = (480, 768, 1024, 1440)
+"""Only tried for what sticks out: the theme moves its columns at some of them."""
 
 _COLOUR_RULES = ["color-contrast", "link-in-text-block"]
 _RULES = {
@@ -55,6 +57,7 @@ class Visit:
     errors: list[str] = field(default_factory=list)
     violations: dict[str, list[dict]] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
+    other_widths: list[int] = field(default_factory=list)
     theme: dict[str, str] = field(default_factory=dict)
 
     def rules(self) -> set[str]:
@@ -105,6 +108,10 @@ def visit(browser: Browser, server: Server, path: str) -> Visit:
     page.evaluate(_OPEN_EVERYTHING)
     for mode in MODES:
         _look(page, mode, seen)
+    for width in OTHER_WIDTHS:
+        page.set_viewport_size({"width": width, "height": 800})
+        page.evaluate(_PAINTED)
+        seen.other_widths.append(page.evaluate("document.documentElement.scrollWidth"))
     context.close()
     return seen
 
