@@ -282,7 +282,7 @@ def test_memory_that_comes_and_goes_is_seen_and_the_kernels_peak_stays():
     resident = [sample.process.resident_bytes for sample in sampler.samples]
     assert max(resident) - resident[0] > 60 * MIB
     assert max(resident) - resident[-1] > 60 * MIB
-    assert sampler.samples[-1].process.peak_resident_bytes >= max(resident)
+    assert sampler.samples[-1].process.peak_resident_bytes > max(resident) - MIB  # the kernel counts in batches
     assert 0 < sampler.cpu_s_per_sample < 0.02
 
 

@@ -50,7 +50,10 @@ class CardReading(NamedTuple):
 
 
 class ProcessReading(NamedTuple):
-    """One process in /proc/PID/status: VmRSS, VmHWM (the most VmRSS ever was) and VmData, see proc(5)."""
+    """One process in /proc/PID/status: VmRSS, VmHWM (the most VmRSS ever was) and VmData, see proc(5).
+
+    The kernel counts resident pages in batches for each thread, so both may be off by some hundred KiB.
+    """
 
     pid: int
     resident_bytes: int
