@@ -7,6 +7,7 @@ shown as unexplained and not hidden in one of the names.
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -303,8 +304,9 @@ def ledger_of_process(kv_bytes: int | None, *, named_bytes: Mapping[str, int] | 
 
 def live_tensor_bytes() -> int | None:
     """Bytes of the CPU storages of all tensors that Python's collector can find; None where memory is too short."""
-    import torch
-
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0
     sizes: dict[int, int] = {}
     try:
         for found in gc.get_objects():

@@ -35,7 +35,7 @@ def memory_figure(samples: Sequence[Sample], marks: Sequence[Mark] = ()) -> "tup
     axes.set_xlabel("seconds")
     axes.set_ylabel("MiB")
     axes.legend(loc="best")
-    return figure, _sentence(samples, lines, marks)
+    return figure, samples_sentence(samples, marks)
 
 
 def memory_lines(samples: Sequence[Sample]) -> dict[str, list[tuple[float, int]]]:
@@ -51,11 +51,12 @@ def memory_lines(samples: Sequence[Sample]) -> dict[str, list[tuple[float, int]]
     return lines
 
 
-def _sentence(samples: Sequence[Sample], lines: dict[str, list[tuple[float, int]]], marks: Sequence[Mark]) -> str:
+def samples_sentence(samples: Sequence[Sample], marks: Sequence[Mark] = ()) -> str:
+    """What a drawing of these samples shows, for those who cannot see it."""
     told = "; ".join(
         f"{name}: {points[0][1] / _MIB:,.0f} MiB at first, {max(b for _, b in points) / _MIB:,.0f} MiB at most, "
         f"{points[-1][1] / _MIB:,.0f} MiB at the end"
-        for name, points in lines.items()
+        for name, points in memory_lines(samples).items()
     )
     events = f", with {len(marks)} event{'s' * (len(marks) > 1)} marked" if marks else ""
     return f"Memory in {len(samples):,} samples over {samples[-1].t_s - samples[0].t_s:.1f} s{events}: {told}."

@@ -16,6 +16,7 @@ from kvlab.memory.nvml.readings import Mark, Notice, NvmlError, ProcessUnreadabl
 
 SHORTEST_INTERVAL_S = 0.02
 LONGEST_INTERVAL_S = 1.0
+HANGS_S = 5.0
 
 
 class IntervalError(KvlabError, ValueError):
@@ -169,10 +170,13 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the sampling and close its file; a second call does nothing."""
+        """End the sampling and close its file; a second call does nothing.
+
+        A driver that hangs does not hang the program: its thread is left behind after ``HANGS_S``.
+        """
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(HANGS_S)
         if self._writer:
             self._writer.close()
 
