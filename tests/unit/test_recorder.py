@@ -340,7 +340,7 @@ def test_recording_costs_a_small_share_of_a_core(tmp_path):
     with recorder:
         time.sleep(2)
     assert 5 <= recorder._sampler.taken <= 21
-    assert recorder._sampler.cpu_s < 0.02 * 2
+    assert 0 < recorder.cpu_s < 0.02 * 2
 
 
 def test_the_chain_of_an_exception_ends_even_in_a_circle():

@@ -74,6 +74,11 @@ class FlightRecorder:
             except Exception as own:
                 self._complain(own)
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that sampling has cost since the block began."""
+        return self._sampler.cpu_s if self._sampler is not None else 0.0
+
     def mark(self, name: str) -> None:
         """Note an event of the program, to be found again among the samples."""
         if self._sampler is not None:

@@ -20,16 +20,16 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem }
 pre { overflow: auto; padding: .8rem; border: 1px solid #8888; max-height: 24rem }
 table { border-collapse: collapse } td, th { padding: .2rem .8rem; border-bottom: 1px solid #8884; text-align: left }
-td.n { text-align: right; font-variant-numeric: tabular-nums } tr.account { font-weight: 600 }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } tr.account { font-weight: 600 }
 svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 """
 
 WHAT_FILES_ARE = {
     "message.txt": "the exception with its causes, as Python prints it",
-    "diagnosis.json": "how the message reads, as `kvlab diagnose message.txt --json` prints it",
+    "diagnosis.json": "how the message reads; kvlab diagnose message.txt says the same",
     "ledger.json": "the accounts of that moment and the differences between them",
     "samples.jsonl": "the last minute, one JSON object a line",
-    "snapshot.pickle": "the allocator's segments and blocks: `kvlab snapshot snapshot.pickle`",
+    "snapshot.pickle": "the segments and blocks of the allocator, for kvlab snapshot",
     "memory_stats.json": "the counters of torch.cuda.memory_stats",
     "facts.json": "versions, device, settings and limits",
 }
@@ -154,7 +154,9 @@ def _files(page: Page) -> Iterable[str]:
 
 def _table(header: list[str], rows: Iterable[list[str]], bold: Any = None) -> str:
     numeric = {place for place, name in enumerate(header) if name in ("bytes", "MiB")}
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    head = "".join(
+        f"<th{' class=n' if place in numeric else ''}>{escape(name)}</th>" for place, name in enumerate(header)
+    )
     body = "".join(
         f"<tr{' class=account' if bold and bold(row) else ''}>"
         + "".join(f"<td{' class=n' if place in numeric else ''}>{escape(cell)}</td>" for place, cell in enumerate(row))

@@ -27,6 +27,7 @@ from kvlab.memory.nvml import (
     Sources,
     memory_figure,
     read_samples,
+    reset_peak,
 )
 from kvlab.memory.nvml.file import SampleWriter
 
@@ -284,6 +285,19 @@ def test_memory_that_comes_and_goes_is_seen_and_the_kernels_peak_stays():
     assert max(resident) - resident[-1] > 60 * MIB
     assert sampler.samples[-1].process.peak_resident_bytes > max(resident) - MIB  # the kernel counts in batches
     assert 0 < sampler.cpu_s_per_sample < 0.02
+
+
+def test_the_kernels_peak_can_begin_anew():
+    source = ProcessSource()
+    held = hold(64 * MIB)
+    del held
+    high = source.read()
+    if not reset_peak():
+        pytest.skip("this kernel does not let a process reset its peak")
+    low = source.read()
+    source.close()
+    assert high.peak_resident_bytes - high.resident_bytes > 60 * MIB
+    assert low.peak_resident_bytes - low.resident_bytes < 4 * MIB
 
 
 def test_samples_lie_on_the_grid_and_missed_moments_are_left_out():

@@ -3,7 +3,7 @@
 from kvlab.memory.nvml.cards import GpuSource
 from kvlab.memory.nvml.figure import memory_figure
 from kvlab.memory.nvml.file import Recording, SampleFileError, read_samples
-from kvlab.memory.nvml.process import ProcessSource
+from kvlab.memory.nvml.process import ProcessSource, reset_peak
 from kvlab.memory.nvml.readings import (
     CardReading,
     Mark,
@@ -49,5 +49,6 @@ __all__ = [
     "follow",
     "memory_figure",
     "read_samples",
+    "reset_peak",
     "sources_here",
 ]

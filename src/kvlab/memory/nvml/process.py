@@ -42,3 +42,13 @@ class ProcessSource:
 
     def close(self) -> None:
         os.close(self._status)
+
+
+def reset_peak() -> bool:
+    """Let VmHWM of this process begin anew at what is resident now (proc(5), clear_refs); False where it may not."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
+            control.write("5")
+    except OSError:
+        return False
+    return True
