@@ -348,3 +348,27 @@ def test_the_chain_of_an_exception_ends_even_in_a_circle():
     first.__context__, second.__context__ = second, first
     assert list(chain(first)) == [first, second]
     assert not is_out_of_memory(first)
+
+
+PAGE = Path(__file__).parents[2] / "book" / "flight-recorder.md"
+
+
+def test_the_page_shows_what_the_lines_leave_and_what_the_commands_print(tmp_path, monkeypatch):
+    page = PAGE.read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    listing, diagnosis, watch = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        exec(lines, {})
+    (folder,) = folders(tmp_path / "evidence")
+    assert listing[0] == "ls evidence/oom-*"
+    assert listing[1].split() == sorted(path.name for path in folder.iterdir())
+    printed = python_module("diagnose", str(folder / "message.txt"))
+    assert diagnosis[0] == "kvlab diagnose evidence/oom-*/message.txt"
+    assert diagnosis[1].split("...")[1].strip() in printed.splitlines()
+    assert python_module(*watch[0].split()[1:]).count(" s  ") >= 1
+
+
+def python_module(*arguments: str) -> str:
+    command = [sys.executable, "-m", "kvlab.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
