@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -54,6 +54,10 @@ class Step(BaseModel):
     differences: tuple[Difference, ...]
     unexplained_bytes: int | None
 
+    def bytes_of(self, name: str) -> int:
+        """The bytes of a difference by its name, 0 where there is none."""
+        return sum(part.bytes for part in self.differences if part.name == name)
+
 
 class Ledger(BaseModel):
     """The accounts in order, smallest first by rights, and the steps between them. ``notes`` say what is missing."""
@@ -70,13 +74,20 @@ class Ledger(BaseModel):
 
     def rows(self) -> list[tuple[str, int | None, str]]:
         """The ledger as (what, bytes, how): each account, then what leads to the next, the unexplained last."""
-        rows: list[tuple[str, int | None, str]] = []
-        for account, step in zip(self.accounts, (*self.steps, None), strict=True):
-            rows.append((account.name, account.bytes, account.how))
-            if step is not None:
-                rows += [(f"+ {part.name}", part.bytes, part.how) for part in step.differences]
-                rows.append(("+ unexplained", step.unexplained_bytes, "no name covers it"))
-        return rows
+        return [(name, sizes[0], how) for name, sizes, how in side_by_side([self])]
+
+
+def side_by_side(ledgers: Sequence[Ledger]) -> list[tuple[str, list[int | None], str]]:
+    """The rows of several ledgers of one kind: (what, bytes in each, how). What one does not have is 0 there."""
+    rows: list[tuple[str, list[int | None], str]] = []
+    for place, account in enumerate(ledgers[0].accounts):
+        rows.append((account.name, [ledger.accounts[place].bytes for ledger in ledgers], account.how))
+        steps = [ledger.steps[place] for ledger in ledgers] if place < len(ledgers[0].steps) else []
+        for name, how in dict.fromkeys((part.name, part.how) for step in steps for part in step.differences):
+            rows.append((f"+ {name}", [step.bytes_of(name) for step in steps], how))
+        if steps:
+            rows.append(("+ unexplained", [step.unexplained_bytes for step in steps], "no name covers it"))
+    return rows
 
 
 def _close(accounts: Iterable[Account], parts: Iterable[Iterable[Difference]], notes: Iterable[str] = ()) -> Ledger:

@@ -15,6 +15,7 @@ from kvlab.memory.ledger import (
     ledger_of_process,
     live_tensor_bytes,
     parts_outside_pytorch,
+    side_by_side,
 )
 from kvlab.memory.nvml import CardReading, ProcessUse
 from kvlab.memory.snapshot import parse_snapshot
@@ -184,3 +185,12 @@ def test_the_rows_give_each_account_and_then_the_way_to_the_next(server):
     assert rows[-1][0] == "used"
     assert rows[-2] == ("+ unexplained", 0, "no name covers it")
     assert all(how for _, _, how in rows)
+
+
+def test_ledgers_stand_side_by_side_with_0_where_one_lacks_a_difference(server):
+    before = ledger_of_model(server, 0, context_bytes=40 * MIB)
+    server.empty_cache()
+    after = ledger_of_model(server, 0, context_bytes=40 * MIB)
+    rows = {name: sizes for name, sizes, _ in side_by_side([before, after])}
+    assert rows["+ cached in idle segments"] == [12 * MIB, 0]
+    assert rows["used"][0] - rows["used"][1] == 12 * MIB
