@@ -15,6 +15,7 @@ import torch
 import kvlab
 from kvlab.budget import run_under_budget
 from kvlab.memory.nvml import read_samples
+from kvlab.recorder import flight
 from kvlab.recorder.flight import ROOM_BYTES, chain, is_out_of_memory
 
 MIB = 2**20
@@ -295,7 +296,7 @@ def test_recording_does_not_start_cuda(tmp_path):
 def fill(meter, place, room_bytes):
     """Hold memory until even a small request is refused, then ask for more within the recorder."""
     import kvlab
-    import kvlab.recorder.flight as flight
+    from kvlab.recorder import flight
 
     flight.ROOM_BYTES = room_bytes
     held = []
@@ -341,6 +342,79 @@ def test_recording_costs_a_small_share_of_a_core(tmp_path):
         time.sleep(2)
     assert 5 <= recorder._sampler.taken <= 21
     assert 0 < recorder.cpu_s < 0.02 * 2
+
+
+def told_by_pytorch(tried_bytes: int = 500 * MIB) -> None:
+    """What PyTorch's allocator does on a CUDA device before it raises; here without the device."""
+    flight._tell(0, tried_bytes, 24576 * MIB, 100 * MIB)
+
+
+def test_a_failure_that_the_program_catches_on_cuda_is_kept_and_the_page_says_so(tmp_path):
+    with kvlab.flight_recorder(tmp_path):
+        told_by_pytorch()
+    (folder,) = folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == PARTS - {"message.txt", "diagnosis.json"}
+    page = (folder / "index.html").read_text()
+    assert "the program caught it" in page
+    assert "tried_bytes" in page
+
+
+def test_the_message_joins_the_state_that_was_taken_before_it_was_raised(tmp_path):
+    def work():
+        told_by_pytorch()
+        raise_cuda_message()
+
+    fail_in(kvlab.flight_recorder(tmp_path), work, torch.OutOfMemoryError)
+    (folder,) = folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == PARTS
+    assert json.loads((folder / "facts.json").read_text())["told_by_allocator"]["tried_bytes"] == 500 * MIB
+    assert "the program caught it" not in (folder / "index.html").read_text()
+
+
+def test_another_failure_after_a_caught_one_does_not_take_its_folder(tmp_path):
+    def work():
+        told_by_pytorch()
+        ask_too_much()
+
+    fail_in(kvlab.flight_recorder(tmp_path), work)
+    caught, left = folders(tmp_path)
+    assert not (caught / "message.txt").exists()
+    assert (left / "message.txt").exists()
+
+
+def test_a_program_that_fails_in_a_loop_fills_no_disk_and_its_last_failure_is_kept(tmp_path):
+    def work():
+        for _ in range(20):
+            told_by_pytorch()
+        raise_cuda_message()
+
+    fail_in(kvlab.flight_recorder(tmp_path), work, torch.OutOfMemoryError)
+    assert len(folders(tmp_path)) == flight.MOST_CAUGHT + 1
+    assert sum((folder / "message.txt").exists() for folder in folders(tmp_path)) == 1
+
+
+def test_a_shortage_within_the_recorder_is_not_recorded(tmp_path):
+    def kv_bytes():
+        told_by_pytorch()
+        return 0
+
+    with kvlab.flight_recorder(tmp_path, kv_bytes=kv_bytes):
+        told_by_pytorch()
+    assert len(folders(tmp_path)) == 1
+
+
+def test_after_the_block_nothing_is_recorded(tmp_path):
+    with kvlab.flight_recorder(tmp_path):
+        pass
+    told_by_pytorch()
+    assert folders(tmp_path) == []
+
+
+def test_an_observer_that_cannot_be_attached_does_not_break_the_first_use_of_cuda():
+    def refuse(observer):
+        raise RuntimeError("no observers here")
+
+    flight._attach(refuse)
 
 
 def test_the_chain_of_an_exception_ends_even_in_a_circle():

@@ -35,6 +35,7 @@ class Failure:
         self.lost: dict[str, str] = {}
         self.at = datetime.now(UTC)
         self.told: Told | None = None
+        self.headline = ""
         self.message: str | None = None
         self.diagnosis: Diagnosis | None = None
         self.ledger: Ledger | None = None
@@ -62,16 +63,18 @@ class Failure:
         self.told = told
         torch = sys.modules.get("torch")
         on_cuda = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-        device = told.device if told else torch.cuda.current_device() if on_cuda else None
+        device = None
         if on_cuda:
+            device = told.device if told else torch.cuda.current_device()
             self._part("snapshot.pickle", lambda: pickle.dumps(torch.cuda.memory._snapshot(), protocol=4))
             self._part("memory_stats.json", lambda: _json(torch.cuda.memory_stats(device)))
         self._part("ledger.json", lambda: self._ledger(device, kv_bytes))
         self._part("samples.jsonl", lambda: self._samples(sampler))
         self._part("facts.json", lambda: self._facts(torch, device))
 
-    def keep_message(self, error: BaseException) -> None:
-        """The exception with its causes, as Python prints it, and how it reads."""
+    def keep_message(self, error: BaseException, shortage: BaseException) -> None:
+        """The exception with its causes, as Python prints it, and how it reads; ``shortage`` is its headline."""
+        self.headline = f"{type(shortage).__name__}: {shortage}".removesuffix(": ")
         self._part("message.txt", lambda: self._text(error))
         self._part("diagnosis.json", lambda: self._diagnosis(error))
 
@@ -131,6 +134,7 @@ class Failure:
         files = sorted(path.name for path in self.folder.iterdir() if path.name != "index.html")
         return Page(
             at=self.at,
+            headline=self.headline,
             message=self.message,
             diagnosis=self.diagnosis,
             ledger=self.ledger,

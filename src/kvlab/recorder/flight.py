@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,7 @@ class FlightRecorder:
         self._room: mmap.mmap | None = None
         self._caught: Failure | None = None
         self._complained = False
+        self._is_writing = False
         self._lock = threading.RLock()
 
     def __enter__(self) -> "FlightRecorder":
@@ -63,9 +65,10 @@ class FlightRecorder:
 
     def __exit__(self, _: Any, error: BaseException | None, __: TracebackType | None) -> None:
         try:
-            if error is not None and any(map(is_out_of_memory, chain(error))):
+            shortage = next(filter(is_out_of_memory, chain(error)), None) if error is not None else None
+            if shortage is not None:
                 self._give_room_back()
-                self._keep(error)
+                self._keep(error, shortage)
         except Exception as own:
             self._complain(own)
         for end in (self._stop_observing, self._stop_sampling, self._give_room_back):
@@ -115,23 +118,33 @@ class FlightRecorder:
 
     def about_to_raise(self, told: Told) -> None:
         """PyTorch's allocator has found no memory on a CUDA device and will raise."""
-        try:
-            with self._lock:
+        with self._lock:
+            if self._is_writing:  # what the recorder itself asks for was refused
+                return
+            self._is_writing = True
+            try:
                 self._caught = None
                 if len(self.kept) < MOST_CAUGHT:
                     self._caught = self._new_failure()
                     self._caught.keep_state(self._sampler, self._kv_bytes, told)
                     self._finish(self._caught)
-        except Exception as error:
-            self._complain(error)
+            except Exception as error:
+                self._complain(error)
+            finally:
+                self._is_writing = False
 
-    def _keep(self, error: BaseException) -> None:
+    def _keep(self, error: BaseException, shortage: BaseException) -> None:
+        """Keep the failure that leaves the block; ``shortage`` is the part of its chain that ran out of memory."""
         with self._lock:
             failure, self._caught = self._caught, None
             if failure is None or not any(map(_is_from_allocator, chain(error))):
                 failure = self._new_failure()
-                failure.keep_state(self._sampler, self._kv_bytes, None)
-            failure.keep_message(error)
+                self._is_writing = True
+                try:
+                    failure.keep_state(self._sampler, self._kv_bytes, None)
+                finally:
+                    self._is_writing = False
+            failure.keep_message(error, shortage)
             self._finish(failure)
 
     def _new_failure(self) -> Failure:
@@ -203,8 +216,15 @@ def _attach_once() -> None:
     torch = sys.modules.get("torch")
     attach = torch and getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach and not _attached:
-        torch.cuda._lazy_call(lambda: attach(_tell))
+        torch.cuda._lazy_call(partial(_attach, attach))
         _attached = True
+
+
+def _attach(attach: Callable[[Any], None]) -> None:
+    try:
+        attach(_tell)
+    except Exception:  # or it would break the program's first use of CUDA
+        log.warning("PyTorch's out-of-memory observer could not be attached", exc_info=True)
 
 
 def _tell(device: int, tried_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -40,6 +40,7 @@ class Page:
     """Everything the page shows; what is None or empty was not had."""
 
     at: datetime
+    headline: str
     message: str | None
     diagnosis: Diagnosis | None
     ledger: Ledger | None
@@ -68,7 +69,7 @@ def _cause(page: Page) -> Iterable[str]:
         if told := page.facts.get("told_by_allocator"):
             yield _table(["told by the allocator", "MiB"], [[k, _mib(v)] for k, v in told.items() if k != "device"])
         return
-    yield f"<p><strong>{escape(page.message.strip().splitlines()[-1])}</strong></p>\n"
+    yield f"<p><strong>{escape(page.headline[:1000])}</strong></p>\n"
     if page.diagnosis:
         yield f"<p>Most likely cause: <strong>{page.diagnosis.cause.replace('_', ' ')}</strong></p>\n<ul>"
         yield "".join(f"<li>{escape(line)}</li>" for line in page.diagnosis.advice) + "</ul>\n"
