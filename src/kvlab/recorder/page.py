@@ -21,6 +21,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto
 pre { overflow: auto; padding: .8rem; border: 1px solid #8888; max-height: 24rem }
 table { border-collapse: collapse } td, th { padding: .2rem .8rem; border-bottom: 1px solid #8884; text-align: left }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } tr.account { font-weight: 600 }
+body { background: #fff; color: #111 } a { color: #0b57d0 }
+@media (prefers-color-scheme: dark) { body { background: #121212; color: #eee } a { color: #9ec1ff } }
 svg text { font: 12px system-ui, sans-serif; fill: currentColor }
 """
 
