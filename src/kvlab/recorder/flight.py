@@ -224,7 +224,7 @@ def _attach(attach: Callable[[Any], None]) -> None:
     try:
         attach(_tell)
     except Exception:  # or it would break the program's first use of CUDA
-        log.warning("PyTorch's out-of-memory observer could not be attached", exc_info=True)
+        log.info("PyTorch's out-of-memory observer could not be attached", exc_info=True)
 
 
 def _tell(device: int, tried_bytes: int, total_bytes: int, free_bytes: int) -> None:

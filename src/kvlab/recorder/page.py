@@ -12,7 +12,7 @@ from kvlab.memory.nvml.readings import Mark, Sample
 from kvlab.memory.oom import Diagnosis
 
 _MIB = 1 << 20
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 220, 64, 28
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 236, 64, 44
 _COLOURS = ("#2f7fd6", "#d55e00", "#009e73", "#9467bd")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _STYLE = """
@@ -120,7 +120,7 @@ def _chart(lines: dict[str, list[tuple[float, int]]], marks: Sequence[Mark], sen
         f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
         for at, label in ((base, "0"), (y(top), f"{top / _MIB:,.0f} MiB"))
     ]
-    parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">{span:.1f} s</text>')
+    parts.append(f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 10}" text-anchor="end">{span:.1f} s</text>')
     for place, (name, points) in enumerate(lines.items()):
         look = f'stroke="{_COLOURS[place % 4]}" stroke-dasharray="{_DASHES[place % 4]}" stroke-width="2" fill="none"'
         path = " ".join(f"{x(t_s):.1f},{y(size):.1f}" for t_s, size in points)
