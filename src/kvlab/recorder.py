@@ -1,1 +1,0 @@
-"""On an out-of-memory, keep what an engineer will wish they had."""

@@ -1,0 +1,393 @@
+"""Samples of cards through the real pynvml on a library without a driver behind it, and of processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvlab.memory.nvml import (
+    CardReading,
+    IntervalError,
+    Mark,
+    Notice,
+    ProcessReading,
+    ProcessSource,
+    ProcessUnreadable,
+    ProcessUse,
+    Sample,
+    SampleFileError,
+    Sampler,
+    Sources,
+    memory_figure,
+    read_samples,
+    reset_peak,
+)
+from kvlab.memory.nvml.file import SampleWriter
+
+MIB = 2**20
+FAKE = Path(__file__).parents[2] / "data" / "nvml" / "fake_nvml.c"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The folders of two driver libraries, one of them without the newer calls."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc, to build a driver library, is not here")
+
+    def build(*flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("nvml")
+        command = ["gcc", "-shared", "-fPIC", *flags, "-o", folder / "libnvidia-ml.so.1", FAKE]
+        subprocess.run(command, check=True)
+        return folder
+
+    return {"v2": build(), "v1": build("-DV1_ONLY")}
+
+
+def run_watch(arguments, environment):
+    """Run ``kvlab watch --json-lines``: exit code, entries, standard error."""
+    if not any(argument.startswith("--duration") for argument in arguments):
+        arguments = (*arguments, "--duration=0.1")
+    command = [sys.executable, "-m", "kvlab.cli", "watch", "--json-lines", "--interval=0.02", *arguments]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.fixture
+def watch(library):
+    """Watch on a driver that answers as told."""
+
+    def run(*arguments: str, driver: str = "v2", **answers: int):
+        told = {f"FAKE_NVML_{name}": f"{value}" for name, value in answers.items()}
+        return run_watch(arguments, told | {"LD_LIBRARY_PATH": str(library[driver])})
+
+    return run
+
+
+@pytest.fixture
+def watch_here():
+    """Watch on this machine, which has no driver."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a driver")
+    return lambda *arguments: run_watch(arguments, {})
+
+
+def cards(entries, place=0):
+    return [entry for entry in entries if entry["kind"] == "sample"][place]["cards"]
+
+
+def said(entries):
+    return [entry["message"] for entry in entries if entry["kind"] == "notice"]
+
+
+def test_the_newer_call_is_preferred_and_keeps_the_drivers_share_apart(watch):
+    code, entries, err = watch()
+    assert (code, err) == (0, "")
+    assert entries[0]["sources"] == ["GPU 0: Fake GPU 0 (memory by NVML v2)"]
+    card = cards(entries)[0]
+    assert (card["api"], card["used_bytes"], card["reserved_bytes"]) == ("v2", 1000 * MIB, 450 * MIB)
+    assert card["total_bytes"] == card["used_bytes"] + card["reserved_bytes"] + card["free_bytes"]
+    assert (card["gpu_utilisation"], card["memory_activity"]) == (0.87, 0.41)
+
+
+@pytest.mark.parametrize(("driver", "answers"), [("v1", {}), ("v2", {"V2": 999}), ("v2", {"V2": 3})])
+def test_the_older_call_is_used_where_the_newer_fails_and_the_sample_says_so(watch, driver, answers):
+    code, entries, err = watch(driver=driver, **answers)
+    assert (code, err) == (0, "")
+    card = cards(entries)[0]
+    assert (card["api"], card["used_bytes"], card["reserved_bytes"]) == ("v1", 1450 * MIB, None)
+    assert card["total_bytes"] == card["used_bytes"] + card["free_bytes"]
+
+
+@pytest.mark.parametrize("driver", ["v2", "v1"])
+def test_processes_are_listed_once_with_the_larger_figure_and_a_name_where_there_is_one(watch, driver):
+    _, entries, _ = watch(driver=driver)
+    assert cards(entries)[0]["processes"] == [
+        {"pid": 4242, "used_bytes": 600 * MIB, "name": "serve.py\x1b[2J"},
+        {"pid": 77, "used_bytes": 210 * MIB, "name": None},
+    ]
+
+
+def test_a_driver_that_lists_no_processes_to_us_leaves_none_and_not_an_empty_list(watch):
+    assert cards(watch(PROCESSES=4)[1])[0]["processes"] is None
+
+
+def test_figures_that_are_not_available_are_none_and_not_eighteen_quintillion(watch):
+    code, entries, _ = watch(NO_FIGURES=1)
+    card = cards(entries)[0]
+    assert code == 0
+    assert (card["used_bytes"], card["free_bytes"], card["total_bytes"]) == (None, None, 24576 * MIB)
+    assert {"pid": 4242, "used_bytes": None, "name": "serve.py\x1b[2J"} in card["processes"]
+
+
+def test_without_permission_the_process_is_sampled_and_one_line_says_why(watch):
+    for answers in ({"INIT": 4}, {"MEMORY": 4}):
+        code, entries, err = watch(**answers)
+        assert code == 0
+        assert err.count("\n") == 1
+        assert "no permission" in err
+        assert "sampling process" in err
+        assert cards(entries) == []
+        assert entries[1]["process"]["resident_bytes"] > MIB
+
+
+def test_a_card_divided_by_mig_is_sampled_by_its_instances(watch):
+    code, entries, err = watch(MIG=1)
+    assert code == 0
+    assert [card["card"] for card in cards(entries)] == ["0:0", "0:1"]
+    assert cards(entries)[0]["used_bytes"] == 1000 * MIB
+    assert cards(entries)[0]["gpu_utilisation"] is None
+    assert err.count("\n") == 1
+    assert "GPU 0 cannot be sampled as a whole (2 MIG instances): no permission" in err
+    code, entries, _ = watch("--gpu=0:1", MIG=1)
+    assert (code, [card["card"] for card in cards(entries)]) == (0, ["0:1"])
+    assert watch("--gpu=0", MIG=1)[0] == 2
+
+
+def test_a_gpu_lost_in_mid_run_is_dropped_with_one_line_and_the_others_go_on(watch):
+    code, entries, err = watch("--duration=0.3", GPUS=2, LOSES=0)
+    samples = [entry for entry in entries if entry["kind"] == "sample"]
+    assert [card["card"] for card in samples[0]["cards"]] == ["0", "1"]
+    assert [card["card"] for card in samples[-1]["cards"]] == ["1"]
+    assert (code, err.count("\n")) == (0, 1)
+    assert said(entries) == [err.removeprefix("kvlab watch: ").strip()]
+    assert "GPU 0 is no longer sampled: the GPU is lost" in err
+
+
+def test_when_the_last_card_is_lost_watching_ends_with_status_1(watch):
+    code, entries, err = watch("--duration=30", LOSES=0)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert [entry["kind"] for entry in entries][-1] == "notice"
+
+
+def test_cards_are_chosen_by_index_or_uuid_and_a_wrong_one_is_refused_with_those_there_are(watch):
+    assert [card["used_bytes"] for card in cards(watch("--gpu=2", "--gpu=0", GPUS=3)[1])] == [3000 * MIB, 1000 * MIB]
+    assert [card["card"] for card in cards(watch("--gpu=GPU-1--1", GPUS=3)[1])] == ["1"]
+    code, entries, err = watch("--gpu=7", GPUS=3)
+    assert (code, entries, err) == (2, [], "kvlab: no GPU 7 here; there are: 0, 1, 2\n")
+
+
+def test_a_card_that_is_dead_at_the_start_is_named_and_the_others_are_sampled(watch):
+    code, entries, err = watch(GPUS=3, DEAD=1)
+    assert (code, [card["card"] for card in cards(entries)]) == (0, ["0", "2"])
+    assert "GPU 1 cannot be sampled: the GPU is lost" in err
+
+
+def test_drivers_that_are_not_loaded_or_do_not_match_are_told_apart(watch):
+    assert "installed but not loaded" in watch(INIT=9)[2]
+    assert "differ in version" in watch(INIT=18)[2]
+    assert "no GPU" in watch(GPUS=0)[2]
+
+
+def test_a_process_is_sampled_beside_the_cards(watch):
+    _, entries, _ = watch(f"--pid={os.getpid()}")
+    assert entries[1]["process"]["pid"] == os.getpid()
+    assert len(entries[1]["cards"]) == 1
+
+
+def test_without_a_driver_the_process_is_sampled_and_one_line_says_so(watch_here):
+    code, entries, err = watch_here("--duration=0.1")
+    assert code == 0
+    assert err.count("\n") == 1
+    assert "no NVIDIA driver here" in err
+    assert entries[0]["kind"] == "start"
+    assert entries[1]["process"]["peak_resident_bytes"] >= entries[1]["process"]["resident_bytes"] > MIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--interval=0"], "out of range: 0.02 to 1 s"),
+        (["--interval=nan"], "out of range"),
+        (["--interval=1.01"], "out of range"),
+        (["--interval=soon"], "valid number"),
+        (["--duration=0"], "no length of time"),
+        (["--duration=inf"], "no length of time"),
+        (["--pid=99999999"], "no such process"),
+        (["--pid=-1"], "-1"),
+        (["--gpu=0"], "no NVIDIA driver"),
+        (["--out=/absent/samples.jsonl"], "/absent/samples.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(watch_here, arguments, words):
+    code, entries, err = watch_here(*arguments)
+    assert (code, entries) == (2, [])
+    lines = [line for line in err.splitlines() if not line.startswith("kvlab watch: no NVIDIA")]
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+def start(*arguments: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvlab.cli", "watch", "--json-lines", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order_with_every_line_whole(number, tmp_path):
+    kept = tmp_path / "samples.jsonl"
+    watching = start("--interval=1", f"--out={kept}")
+    lines = [watching.stdout.readline(), watching.stdout.readline()]
+    watching.send_signal(number)
+    asked_s = time.monotonic()
+    rest, err = watching.communicate(timeout=30)
+    assert watching.returncode == 0
+    assert time.monotonic() - asked_s < 0.9  # it does not sleep to the end of the interval
+    assert "Traceback" not in err
+    assert all(json.loads(line) for line in lines + rest.splitlines())
+    assert len(read_samples(kept).samples) >= 1
+
+
+def test_a_reader_that_goes_away_ends_it_in_order():
+    watching = start("--interval=0.02")
+    watching.stdout.readline()
+    watching.stdout.close()
+    err = watching.stderr.read()
+    assert watching.wait(timeout=30) == 0
+    watching.stderr.close()
+    assert "Traceback" not in err
+    assert "Broken" not in err
+
+
+def test_the_end_of_the_watched_process_ends_it():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as watched:
+        watching = start("--interval=0.02", f"--pid={watched.pid}")
+        lines = [watching.stdout.readline() for _ in range(3)]
+        watched.communicate(b"\n")
+        rest, err = watching.communicate(timeout=30)
+    assert json.loads(lines[1])["process"]["pid"] == watched.pid
+    assert "has ended" in err
+    if not shutil.which("nvidia-smi"):
+        assert watching.returncode == 0
+        assert "has ended" in json.loads(rest.splitlines()[-1])["message"]
+
+
+def hold(size: int) -> bytearray:
+    return bytearray(b"x") * size
+
+
+def test_memory_that_comes_and_goes_is_seen_and_the_kernels_peak_stays():
+    source = Sources(process=ProcessSource())
+    with Sampler(source, interval_s=0.02) as sampler:
+        time.sleep(0.1)
+        held = hold(64 * MIB)
+        time.sleep(0.3)
+        del held
+        time.sleep(0.3)
+    resident = [sample.process.resident_bytes for sample in sampler.samples]
+    assert max(resident) - resident[0] > 60 * MIB
+    assert max(resident) - resident[-1] > 60 * MIB
+    assert sampler.samples[-1].process.peak_resident_bytes > max(resident) - MIB  # the kernel counts in batches
+    assert 0 < sampler.cpu_s_per_sample < 0.02
+
+
+def test_the_kernels_peak_can_begin_anew():
+    source = ProcessSource()
+    held = hold(64 * MIB)
+    del held
+    high = source.read()
+    if not reset_peak():
+        pytest.skip("this kernel does not let a process reset its peak")
+    low = source.read()
+    source.close()
+    assert high.peak_resident_bytes - high.resident_bytes > 60 * MIB
+    assert low.peak_resident_bytes - low.resident_bytes < 4 * MIB
+
+
+def test_samples_lie_on_the_grid_and_missed_moments_are_left_out():
+    with Sampler(Sources(process=ProcessSource()), interval_s=0.02) as sampler:
+        time.sleep(0.5)
+    times = [sample.t_s for sample in sampler.samples]
+    assert times[0] < 0.02
+    assert 3 <= len(times) <= 27  # at most one a moment, however late the machine
+    assert all(b > a for a, b in pairwise(times))
+
+
+def test_only_the_last_seconds_are_kept_when_asked():
+    with Sampler(Sources(process=ProcessSource()), interval_s=0.02, keep_s=0.1) as sampler:
+        time.sleep(0.5)
+    assert len(sampler.samples) == 5
+    assert sampler.taken > 5
+    assert sampler.samples[-1].t_s > 0.2
+
+
+def test_a_file_that_can_no_longer_be_written_becomes_a_notice_and_sampling_goes_on():
+    sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path="/dev/null")
+    with sampler:
+        time.sleep(0.1)
+        sampler._writer._file.close()
+        time.sleep(0.3)
+        taken = sampler.taken
+    assert sampler.notices[0].message.startswith("the samples are no longer written")
+    assert len(sampler.notices) == 1
+    assert taken > 3
+
+
+def test_intervals_outside_20_ms_to_1_s_are_refused():
+    for interval_s in (0, 0.019, 1.1, float("nan")):
+        with pytest.raises(IntervalError, match=r"0\.02 to 1 s"):
+            Sampler(interval_s=interval_s)
+
+
+def test_a_process_that_has_ended_is_not_mistaken_for_another():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        source = ProcessSource(child.pid)
+        assert source.read().resident_bytes > 0
+        child.communicate(b"\n")
+    with pytest.raises(ProcessUnreadable, match="has ended"):
+        source.read()
+    source.close()
+    with pytest.raises(ProcessUnreadable, match="no such process"):
+        ProcessSource(child.pid)
+
+
+CARD = CardReading("0", "v1", 24576 * MIB, 1000 * MIB, None, None, 0.5, None, (ProcessUse(7, None),))
+ENTRIES = [
+    Sample(0.0, (CARD,), None),
+    Mark(0.5, "prefill"),
+    Sample(1.0, (), ProcessReading(7, 10 * MIB, None, MIB)),
+    Notice(1.5, "gone"),
+]
+
+
+def written(path: Path) -> Path:
+    writer = SampleWriter(path)
+    writer.start(0.5, ["GPU 0"])
+    for entry in ENTRIES:
+        writer.write(entry)
+    writer.close()
+    return path
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path):
+    recording = read_samples(written(tmp_path / "samples.jsonl"))
+    assert [*recording.samples, *recording.marks, *recording.notices] == [ENTRIES[i] for i in (0, 2, 1, 3)]
+    assert (recording.interval_s, recording.sources) == (0.5, ["GPU 0"])
+
+
+def test_a_last_line_that_was_cut_is_left_out_and_any_other_broken_line_is_refused(tmp_path):
+    path = written(tmp_path / "samples.jsonl")
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "sample", "t_s"')
+    assert len(read_samples(path).samples) == 2
+    path.write_text('{"kind": "other"}\n' + whole)
+    with pytest.raises(SampleFileError, match="line 1"):
+        read_samples(path)
+    with pytest.raises(SampleFileError, match="not a file of samples"):
+        read_samples(tmp_path / "absent")
+
+
+def test_the_figure_has_a_sentence_and_marks_the_events():
+    samples = [Sample(t / 10, (CARD,), ProcessReading(7, t * MIB, None, MIB)) for t in range(5)]
+    figure, sentence = memory_figure(samples, [Mark(0.2, "prefill")])
+    assert sentence.startswith("Memory in 5 samples over 0.4 s, with 1 event marked: GPU 0, used: 1,000 MiB at first")
+    assert sentence.endswith("process 7, resident: 0 MiB at first, 4 MiB at most, 4 MiB at the end.")
+    assert [text.get_text() for text in figure.axes[0].texts] == ["prefill"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        memory_figure([])
