@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ class Export:
     SQLite writes nothing to it or beside it. ``columns`` maps each table present to its columns.
     """
 
-    def __init__(self, path: Path | str, *, seconds: float = 20.0):
+    def __init__(self, path: Path | str, *, seconds: float = 10.0):
         self.path = Path(path)
         size_bytes = _check_file(self.path)
         self.most_rows = size_bytes  # no row takes less than a byte; more rows are pages that lead in a circle
@@ -56,15 +57,20 @@ class Export:
         except sqlite3.Error as error:
             raise self._refusal(error) from None
         try:
+            self._watch = threading.Timer(self.limit_s, self._connection.interrupt)
+            self._watch.daemon = True
+            self._watch.start()
             self._harden()
             self.columns = {table: self._stored_columns(table) for table in self._stored_tables()}
             self._connection.set_authorizer(_only_reading)
         except (sqlite3.Error, ExportError) as error:
-            self._connection.close()
+            self.__exit__()
             raise self._refusal(error) from None
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._watch.cancel()
+        self._watch.join()  # or it could interrupt a connection that is closed
         self._connection.close()
 
     def has(self, table: str, *columns: str) -> bool:
@@ -78,7 +84,7 @@ class Export:
                 if count >= self.most_rows:
                     raise ExportError(f"{self.path} is damaged: it gives more rows than it has bytes")
                 yield row
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             raise self._refusal(error) from None
 
     def _harden(self) -> None:
@@ -86,6 +92,7 @@ class Export:
         connection.text_factory = lambda text: text.decode(errors="replace")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        # The watch interrupts a statement, wherever in SQLite it is; this one also those that begin after it.
         connection.set_progress_handler(lambda: time.monotonic() > self._stop_at_s, 10_000)
         for setting in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
             connection.execute(f"PRAGMA {setting}")
@@ -108,7 +115,8 @@ class Export:
             return ExportError(
                 f"{self.path} takes longer than {self.limit_s:.0f} s to read, far more than its size asks"
             )
-        return ExportError(f"{self.path} is damaged, or no export of nsys: {str(error)[:200]}")
+        said = "".join(c if c.isprintable() else " " for c in str(error)[:200])  # SQLite quotes the file in it
+        return ExportError(f"{self.path} is damaged, or no export of nsys: {said}")
 
 
 def _only_reading(action: int, *_: object) -> int:

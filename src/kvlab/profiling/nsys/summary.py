@@ -177,10 +177,10 @@ def _failed_calls(export: Export) -> tuple[list[FailedCall], list[str]]:
     start = first_of(export, RUNTIME, "start")
     name = name_of(export, first_of(export, RUNTIME, "nameId"))
     rows = export.rows(
-        f"SELECT {name}, CAST(returnValue AS INTEGER), CAST(COALESCE({start}, 0) AS INTEGER) "
+        f"SELECT {name}, CAST(returnValue AS INTEGER), CAST({start} AS INTEGER) "
         f"FROM {RUNTIME} WHERE returnValue <> 0 ORDER BY {start} LIMIT {MOST_FAILED_CALLS + 1}"
     )
-    calls = [FailedCall(name=_said(name), return_value=value, start_ns=at) for name, value, at in rows]
+    calls = [FailedCall(name=_said(name), return_value=value or 0, start_ns=at or 0) for name, value, at in rows]
     if len(calls) <= MOST_FAILED_CALLS:
         return calls, []
     return calls[:MOST_FAILED_CALLS], [f"only the first {MOST_FAILED_CALLS} failed calls are listed"]
