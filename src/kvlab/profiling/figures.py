@@ -33,7 +33,7 @@ def draw_timeline(timeline: Timeline, *, source: str) -> tuple[Figure, str]:
     for row, (_, spans, colour) in enumerate(rows):
         axes[0, 0].broken_barh(_bars(spans, end_s / RESOLUTION), (row - 0.36, 0.72), facecolors=colour, linewidth=0)
     axes[0, 0].set_yticks(range(len(rows)), [label for label, _, _ in rows])
-    axes[0, 0].set_ylim(len(rows) - 0.5, -0.5)
+    axes[0, 0].set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes[0, 0].set_title(source, loc="left", fontsize=10)
     if timeline.memory:
         at, held = zip(*timeline.memory, strict=True)
@@ -92,7 +92,7 @@ def _bars(spans: list[Span], gap_s: float) -> list[tuple[float, float]]:
 
 def _thinned(at: tuple[float, ...], held: list[float]) -> tuple[list[float], list[float]]:
     """At most twice ``RESOLUTION`` points: of each stretch its lowest and its highest."""
-    stride = max(1, len(at) // RESOLUTION)
+    stride = -(-len(at) // RESOLUTION) or 1
     if stride == 1:
         return list(at), held
     kept = set()

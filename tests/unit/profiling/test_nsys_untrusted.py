@@ -1,6 +1,6 @@
 """An export that anyone may have made: read without a trace, or refused in one line; nothing in it is executed.
 
-``python test_nsys_untrusted.py COUNT [SEED]`` mutates COUNT files outside pytest and prints what came of them.
+``PYTHONPATH=src:tests python THIS_FILE COUNT [SEED]`` mutates COUNT files outside pytest and prints what came of them.
 """
 
 import hashlib
