@@ -51,6 +51,24 @@ class Timeline:
     failures: list[Failure] = field(default_factory=list)
     calls_are: str = "CUDA calls"
 
+    def between(self, start_s: float, end_s: float) -> Timeline:
+        """The part that touches this stretch, its clock set to 0 at ``start_s``; spans are cut at its edges."""
+
+        def cut(spans: list[Span]) -> list[Span]:
+            inside = [span for span in spans if span.end_s >= start_s and span.start_s <= end_s]
+            return [Span(s.name, max(s.start_s, start_s) - start_s, min(s.end_s, end_s) - start_s) for s in inside]
+
+        before = [held for at, held in self.memory if at < start_s][-1:]
+        memory = [(at - start_s, held) for at, held in self.memory if start_s <= at <= end_s]
+        return Timeline(
+            ranges=cut(self.ranges),
+            calls=cut(self.calls),
+            kernels=cut(self.kernels),
+            memory=[(0.0, held) for held in before] + memory,
+            failures=[Failure(f.name, f.at_s - start_s, f.said) for f in self.failures if start_s <= f.at_s <= end_s],
+            calls_are=self.calls_are,
+        )
+
 
 def timeline_of_export(path: Path | str) -> Timeline:
     """The timeline of an nsys export; raises ExportError as ``summarise_export`` does."""

@@ -70,6 +70,17 @@ def test_a_trace_of_the_profiler_shows_the_refusal_and_its_size(trace):
     assert decode.start_s <= failure.at_s <= decode.end_s
 
 
+def test_a_part_of_a_timeline_keeps_what_touches_it_and_its_memory(trace):
+    line = timeline_of_trace(trace)
+    decode = line.ranges[1]
+    part = line.between(decode.start_s, decode.end_s)
+    assert (part.ranges[-1].name, part.ranges[-1].start_s) == ("decode", 0)
+    assert part.ranges[-1].end_s == pytest.approx(decode.end_s - decode.start_s)
+    assert part.memory[0] == (0, 4 * MIB)
+    assert part.failures[0].at_s == pytest.approx(line.failures[0].at_s - decode.start_s)
+    assert line.between(decode.end_s + 1, decode.end_s + 2) == Timeline(memory=[(0, 0)], calls_are="operators")
+
+
 def test_a_trace_may_be_compressed(trace):
     packed = trace.with_suffix(".json.gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
