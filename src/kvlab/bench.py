@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from kvlab.cache import CachePolicy, ShiftingKVCache, SlidingWindowCache
 from kvlab.device import resolve_device
 from kvlab.model import load_config, random_model
+from kvlab.profiling import nvtx
 
 Profile = Literal["quick", "full"]
 
@@ -298,7 +299,8 @@ def bench_steps(bench: Bench) -> list[StepRow]:
     samples: dict[str, list[float]] = {name: [] for name in PEERS}
     for _ in range(bench.plan.step_samples + 1):
         for name, cache in caches.items():
-            samples[name].append(timed(lambda cache=cache: model(token, cache=cache), bench.device))
+            with nvtx.range("decode"), nvtx.update_ranges(cache):
+                samples[name].append(timed(lambda cache=cache: model(token, cache=cache), bench.device))
     medians = {name: statistics.median(times[1:]) for name, times in samples.items()}  # the first warms up
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[RING].layers)
     floor_bytes = sum(weight.nbytes for weight in model.parameters()) + held
@@ -407,7 +409,7 @@ def _prefill_row(bench: Bench, model: PreTrainedModel, name: str, cache: Cache, 
         for start in range(0, tokens, chunk):
             model(ids[:, start : start + chunk], cache=cache, logits_to_keep=1)
 
-    with Peak(bench.device) as peak:
+    with Peak(bench.device) as peak, nvtx.range("prefill"), nvtx.update_ranges(cache):
         seconds = timed(prefill, bench.device)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return PrefillRow(cache=name, seconds=seconds, peak_bytes=peak.bytes, held_bytes=held)
