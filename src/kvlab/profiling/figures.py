@@ -104,7 +104,7 @@ def _thinned(at: tuple[float, ...], held: list[float]) -> tuple[list[float], lis
 
 
 def _sentence(timeline: Timeline, rows: list, end_s: float) -> str:
-    ran = ", ".join(f"{label} {len(spans):,} times" for label, spans, _ in rows) or "nothing recorded"
+    ran = ", ".join(f"{label} {_times(len(spans))}" for label, spans, _ in rows) or "nothing recorded"
     text = f"Timeline of {end_s:.2f} seconds: {ran}"
     if timeline.memory:
         text += f"; memory peaks at {max(held for _, held in timeline.memory) / 2**20:,.1f} MiB"
@@ -112,3 +112,7 @@ def _sentence(timeline: Timeline, rows: list, end_s: float) -> str:
         last = timeline.failures[-1]
         text += f"; {_short(last.name)} fails at {last.at_s:.2f} s ({last.said})"
     return text + "."
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"

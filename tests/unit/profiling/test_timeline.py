@@ -116,7 +116,7 @@ def test_what_is_no_trace_is_refused_or_empty(tmp_path, content):
 def test_the_drawing_names_what_it_shows(tmp_path):
     figure, sentence = draw_timeline(timeline_of_export(write_export(tmp_path / "a.sqlite")), source="a test")
     assert sentence == (
-        "Timeline of 0.00 seconds: request 1 times, prefill 1 times, decode 3 times, CUDA calls 7 times, kernels "
+        "Timeline of 0.00 seconds: request once, prefill once, decode 3 times, CUDA calls 7 times, kernels "
         "3 times; memory peaks at 30.0 MiB; cudaMalloc_v3020 fails at 0.00 s (returned 2)."
     )
     drawn = svg(figure)
