@@ -45,8 +45,8 @@ class Engine:
         while self.in_flight or not self.stopping:
             ended = self._obey(commands)
             tokens: list[tuple[int, int]] = []
-            for sequence in list(self.in_flight.values()):
-                self._advance(sequence, tokens, ended)
+            for request_id in list(self.in_flight):
+                self._advance(request_id, tokens, ended)
             if tokens or ended or time.monotonic() >= self._status_due_s:
                 self.send("round", Round(tokens, ended, self._status(force=bool(ended))))
 
@@ -68,12 +68,13 @@ class Engine:
                     self.stopping = True
         return ended
 
-    def _advance(self, sequence: Sequence, tokens: list[tuple[int, int]], ended: list[Ended]) -> None:
+    def _advance(self, request_id: int, tokens: list[tuple[int, int]], ended: list[Ended]) -> None:
         """One step of one request; what goes wrong in it ends this request, or the process."""
-        request_id = sequence.start.request_id
+        sequence = self.in_flight[request_id]
         failure = self._failure_of_step(sequence, tokens)
         if failure is not None:
             # Nothing refers to the exception any more, so its frames let go of the step's tensors.
+            del sequence
             self._drop(request_id)
             gc.collect()
             ended.append(failure)

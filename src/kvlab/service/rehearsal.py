@@ -19,29 +19,25 @@ MARGIN = 1.25
 def step_room_bytes(model: PreTrainedModel, settings: EngineSettings, longest_rows: int) -> int:
     """The most that a step holds beside its cache, at the longest text: a chunk of the prompt, and one token.
 
-    A margin of a quarter is added: kernels differ a little between lengths. Runs each step twice, so that what is
+    A margin of a quarter is added: kernels differ a little between lengths. Each step runs twice, so that what is
     made once (threads, packed weights) is neither counted here nor made later under the budget.
     """
     chunk = settings.prefill_chunk
-    longest_rows = max(longest_rows, 2 * chunk)
+    sequence = _long_sequence(model, settings, max(longest_rows, chunk), 4 * chunk)
     peaks = []
-    for q in (chunk, 1):
-        tokens = longest_rows + (chunk if settings.policy == "sliding" else 0)
-        sequence = _sequence_before_its_last(model, settings, tokens, q)
+    for q in (chunk, chunk, 1, 1):
+        sequence.waiting = torch.zeros(q, dtype=torch.int32)
         peaks.append(peak_bytes(model.device, sequence.step))
-        sequence = _sequence_before_its_last(model, settings, tokens, q)
-        peaks[-1] = peak_bytes(model.device, sequence.step)
-        del sequence
-    return round(MARGIN * max(peaks))
+    return round(MARGIN * max(peaks[1], peaks[3]))
 
 
-def _sequence_before_its_last(model: PreTrainedModel, settings: EngineSettings, tokens: int, q: int) -> Sequence:
-    """A request whose cache holds all but its last ``q`` tokens; zeros, and no forward was needed for them."""
-    ids = torch.zeros(q, dtype=torch.int32).numpy().tobytes()
-    sequence = Sequence(model, settings, Start(0, ids, 1, 1.0, None, ()))
-    sequence.cache = make_cache(model, settings, tokens + 1)
-    for done in range(0, tokens - q, settings.prefill_chunk):
-        _fill(model, sequence.cache, min(settings.prefill_chunk, tokens - q - done))
+def _long_sequence(model: PreTrainedModel, settings: EngineSettings, tokens: int, more: int) -> Sequence:
+    """A request whose cache holds so many tokens, and has room for some more; no forward was needed for them."""
+    sequence = Sequence(model, settings, Start(0, bytes(4), tokens + more, 1.0, None, ()))
+    sequence.cache = make_cache(model, settings, sequence.request_tokens)
+    at_once = settings.prefill_chunk if settings.policy == "sliding" else tokens
+    for done in range(0, tokens, at_once):
+        _fill(model, sequence.cache, min(at_once, tokens - done))
     return sequence
 
 

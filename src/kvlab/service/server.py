@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         self.failure: str | None = None
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.should_exit:
+        if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
         log.info("%s: finishing %d requests", signal.Signals(sig).name, self.dispatcher.in_flight)
