@@ -40,6 +40,8 @@ class Engine:
         self.evicted_before = 0  # by requests that are over
         self.stopping = False
         self._status_due_s = 0.0
+        gc.collect()
+        gc.freeze()  # what is there by now stays; a collection looks at requests alone
 
     def run(self, commands: "queue.SimpleQueue[Command]") -> None:
         while self.in_flight or not self.stopping:
@@ -76,10 +78,10 @@ class Engine:
             # Nothing refers to the exception any more, so its frames let go of the step's tensors.
             del sequence
             self._drop(request_id)
-            gc.collect()
             ended.append(failure)
             log.warning("request %d: %s: %s", request_id, failure.reason, failure.message)
         elif tokens and tokens[-1][0] == request_id and (reason := sequence.end_after(tokens[-1][1])):
+            del sequence
             self._drop(request_id)
             ended.append(Ended(request_id, reason))
 
@@ -103,8 +105,9 @@ class Engine:
         return None
 
     def _drop(self, request_id: int) -> None:
-        """Forget a request; its cache goes with it."""
+        """Forget a request, and free what it held: a sliding cache's parts refer to one another."""
         self.evicted_before += self.in_flight.pop(request_id).evicted_tokens
+        gc.collect()
 
     def _status(self, *, force: bool) -> Status | None:
         now_s = time.monotonic()
