@@ -1,9 +1,9 @@
 """What a service is told at its start, checked once."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MIB = 2**20
 
@@ -33,6 +33,12 @@ class EngineSettings(BaseModel):
     budget_bytes: int = Field(default=256 * MIB, gt=0)
     prefill_chunk: int = Field(default=64, gt=0)
     on_oom: OnOom = "free"
+
+    @model_validator(mode="after")
+    def _has_a_window(self) -> Self:
+        if self.policy == "sliding" and self.sinks >= self.max_total_tokens:
+            raise ValueError(f"sinks={self.sinks} leave no window in max_total_tokens={self.max_total_tokens}")
+        return self
 
 
 class FrontSettings(BaseModel):
