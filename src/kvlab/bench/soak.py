@@ -139,13 +139,13 @@ def soak(service: ServiceProcess, model: str, seconds: float, interval_s: float)
 
 def _run_load(service: ServiceProcess, model: str, seconds: float, interval_s: float) -> tuple[_Load, list[Sample]]:
     load = _Load(service, model, time.monotonic() + seconds, random.Random(0))
-    samples: list[Sample] = []
+    engine, samples = service.engine_pid, []
 
     async def watch() -> None:
         began_s = time.monotonic()
         for number in itertools.count(1):
             await asyncio.sleep(began_s + number * interval_s - time.monotonic())
-            samples.append(await asyncio.to_thread(sample, service, time.monotonic() - began_s))
+            samples.append(await asyncio.to_thread(sample, service, engine, time.monotonic() - began_s))
 
     async def run() -> None:
         watching = asyncio.create_task(watch())
@@ -156,23 +156,24 @@ def _run_load(service: ServiceProcess, model: str, seconds: float, interval_s: f
     return load, samples
 
 
-def sample(service: ServiceProcess, seconds: float = 0.0) -> Sample:
-    front, engine = service.pid, service.engine_pid
+def sample(service: ServiceProcess, engine: int, seconds: float = 0.0) -> Sample:
+    front = service.pid
     return Sample(
         seconds=seconds,
-        held_bytes=int(service.metrics()["gpu_memory_used_bytes"]),
         front_rss_bytes=_rss_bytes(front),
         engine_rss_bytes=_rss_bytes(engine),
         threads=sum(len(os.listdir(f"/proc/{pid}/task")) for pid in (front, engine)),
         descriptors=sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (front, engine)),
+        held_bytes=int(service.metrics()["gpu_memory_used_bytes"]),
     )
 
 
 def _idle(service: ServiceProcess) -> Sample:
+    engine = service.engine_pid
     while (metrics := service.metrics())["inference_requests_in_flight"] or metrics["inference_queue_length"]:
         time.sleep(0.1)
-    time.sleep(0.3)  # connections that were closed are taken down
-    return sample(service)
+    time.sleep(0.5)  # for the last connections to be taken down
+    return sample(service, engine)
 
 
 def _rss_bytes(pid: int) -> int:

@@ -8,9 +8,10 @@ import time
 import httpx
 import openai
 import pytest
-from loads import short_then_long, stream
 
 from kvlab.service.launch import running
+from kvlab.service.load import ask as streamed
+from kvlab.service.load import client_of, short_then_long
 
 TENANTS = """
 anonymous: {kv_share: 0.7, queue: 40}
@@ -228,8 +229,9 @@ def test_a_full_queue_is_a_429_that_says_when_to_return(service, tiny_model):
 
 def test_one_tenants_flood_does_not_keep_another_waiting(service, tiny_model):
     async def flood():
-        async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-            tasks = [asyncio.create_task(stream(client, str(tiny_model), "x", 120)) for _ in range(40)]
+        async with client_of(service.url, "anonymous") as many, httpx.AsyncClient(base_url=service.url) as client:
+            fields = {"model": str(tiny_model), "prompt": "x", "max_tokens": 120}
+            tasks = [asyncio.create_task(streamed(many, "flood", **fields)) for _ in range(40)]
             while service.metrics()["inference_queue_length"] < 5:
                 await asyncio.sleep(0.01)
             body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 3}
@@ -248,17 +250,18 @@ def test_one_tenants_flood_does_not_keep_another_waiting(service, tiny_model):
 
 def test_a_client_that_goes_is_cancelled_and_its_memory_freed(service, tiny_model):
     async def leave():
-        async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+        async with client_of(service.url, "anonymous") as other, httpx.AsyncClient(base_url=service.url) as client:
             begun = asyncio.Event()
-            streamed = asyncio.create_task(stream(client, str(tiny_model), "x", 3_000, begun))
+            fields = {"model": str(tiny_model), "prompt": "x", "max_tokens": 3_000}
+            stream = asyncio.create_task(streamed(other, "stream", begun, **fields))
             body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 3_000, "ignore_eos": True}
             whole = asyncio.create_task(client.post("/v1/completions", json=body))
             await begun.wait()
             await asyncio.sleep(0.2)
             busy = service.metrics()
-            streamed.cancel()
+            stream.cancel()
             whole.cancel()
-            await asyncio.gather(streamed, whole, return_exceptions=True)
+            await asyncio.gather(stream, whole, return_exceptions=True)
             return busy
 
     before = service.metrics()
@@ -272,8 +275,9 @@ def test_a_client_that_goes_is_cancelled_and_its_memory_freed(service, tiny_mode
 
 
 def test_a_long_prompt_among_short_ones_loses_nobody(service, tiny_model):
-    seen = asyncio.run(short_then_long(service.url, str(tiny_model)))
-    assert all(view.done for view in seen)
+    load = {"short": ["short"] * 4, "long": "x" * 1_500, "short_tokens": 300}
+    views = asyncio.run(short_then_long(service.url, str(tiny_model), tenant="anonymous", **load))
+    assert [view.outcome for view in views] == ["completed"] * 5
 
 
 def raw(service, data: bytes, wait_s: float = 5.0) -> bytes:

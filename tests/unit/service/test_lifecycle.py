@@ -9,10 +9,11 @@ import time
 
 import httpx
 import pytest
-from loads import short_then_long, stream
 
 from kvlab.service.launch import ServiceProcess, running
+from kvlab.service.load import ask, client_of, short_then_long
 
+LOAD = {"short": ["short"] * 4, "long": "x" * 1_500, "short_tokens": 300}
 STATIC = ["--policy", "static", "--max-total-tokens", "512", "--budget", "24MiB"]
 
 
@@ -36,9 +37,10 @@ def is_alive(pid: int) -> bool:
 
 async def under_load(service, model: str, action, clients: int = 3):
     """Streams in flight when the action happens; returns what their clients saw."""
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+    async with client_of(service.url) as client:
         begun = [asyncio.Event() for _ in range(clients)]
-        tasks = [asyncio.create_task(stream(client, model, "x", 450, event)) for event in begun]
+        fields = {"model": model, "prompt": "x", "max_tokens": 450}
+        tasks = [asyncio.create_task(ask(client, "stream", event, **fields)) for event in begun]
         await asyncio.gather(*(event.wait() for event in begun))
         action()
         return await asyncio.gather(*tasks)
@@ -52,8 +54,8 @@ def fragile(tiny_model):
 
 
 def test_the_incident_one_long_prompt_loses_all_in_flight_and_a_new_engine_serves_again(fragile, tiny_model):
-    seen = asyncio.run(short_then_long(fragile.url, str(tiny_model)))
-    assert [view.code for view in seen] == ["engine_lost"] * 5
+    seen = asyncio.run(short_then_long(fragile.url, str(tiny_model), **LOAD))
+    assert [view.outcome for view in seen] == ["engine_lost"] * 5
     assert seen[-1].status == 503  # it had no token yet; the others were streams that had begun
     assert [view.status for view in seen[:-1]] == [200] * 4
     fragile.wait_until_ready()
@@ -66,7 +68,7 @@ def test_an_engine_killed_under_load_is_replaced(fragile, tiny_model):
     fragile.wait_until_ready()
     before, restarts = fragile.engine_pid, fragile.metrics()["engine_restarts_total"]
     seen = asyncio.run(under_load(fragile, str(tiny_model), lambda: os.kill(before, signal.SIGKILL)))
-    assert [view.code for view in seen] == ["engine_lost"] * 3
+    assert [view.outcome for view in seen] == ["engine_lost"] * 3
     body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 3}
     refused = httpx.post(f"{fragile.url}/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_lost")
@@ -87,9 +89,9 @@ def catching(tiny_model):
 
 
 def test_caught_the_long_prompt_loses_itself_alone(catching, tiny_model):
-    seen = asyncio.run(short_then_long(catching.url, str(tiny_model)))
-    assert all(view.done for view in seen[:-1])
-    assert (seen[-1].status, seen[-1].code) == (503, "out_of_memory")
+    seen = asyncio.run(short_then_long(catching.url, str(tiny_model), **LOAD))
+    assert all(view.outcome == "completed" for view in seen[:-1])
+    assert (seen[-1].status, seen[-1].outcome) == (503, "out_of_memory")
     assert outcomes(catching) == {"completed": 4, "out_of_memory": 1}
     metrics = catching.metrics()
     assert metrics["inference_requests_oom_total"] == 1
@@ -100,7 +102,7 @@ def test_caught_the_long_prompt_loses_itself_alone(catching, tiny_model):
 def test_a_service_killed_under_load_leaves_no_engine_and_a_new_one_starts_from_zero(tiny_model, catching):
     engine = catching.engine_pid
     seen = asyncio.run(under_load(catching, str(tiny_model), lambda: catching.end(signal.SIGKILL)))
-    assert {view.code for view in seen} <= {"RemoteProtocolError", "ReadError"}
+    assert {view.outcome for view in seen} <= {"connection"}
     deadline_s = time.monotonic() + 10
     while is_alive(engine) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -113,8 +115,9 @@ def test_a_service_killed_under_load_leaves_no_engine_and_a_new_one_starts_from_
 
 def _sigterm_finishes_what_runs_and_refuses_what_waits(service, model):
     async def load():
-        async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
-            tasks = [asyncio.create_task(stream(client, model, "x", 400)) for _ in range(8)]
+        async with client_of(service.url) as client:
+            fields = {"model": model, "prompt": "x", "max_tokens": 400}
+            tasks = [asyncio.create_task(ask(client, "stream", **fields)) for _ in range(8)]
             while (metrics := service.metrics())["inference_queue_length"] == 0:
                 await asyncio.sleep(0.01)
             service.process.send_signal(signal.SIGTERM)
@@ -122,8 +125,9 @@ def _sigterm_finishes_what_runs_and_refuses_what_waits(service, model):
 
     metrics, seen = asyncio.run(load())
     running_then, waiting_then = metrics["inference_requests_in_flight"], metrics["inference_queue_length"]
-    assert sum(view.done for view in seen) >= running_then > 0
-    assert sum(view.code == "shutting_down" for view in seen) == 8 - sum(view.done for view in seen) > 0
+    done, refused = (sum(view.outcome == name for view in seen) for name in ("completed", "shutting_down"))
+    assert done >= running_then > 0
+    assert refused == 8 - done > 0
     assert waiting_then > 0
     assert service.process.wait(30) == 0
 
