@@ -4,7 +4,6 @@ import gc
 import logging
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -21,7 +20,6 @@ from .settings import EngineSettings
 log = logging.getLogger("kvlab.engine")
 
 STATUS_INTERVAL_S = 0.05
-KEPT_ERRORS = 16
 
 
 class DeviceUnusable(RuntimeError):
@@ -36,7 +34,7 @@ class Engine:
     ):
         self.model, self.settings, self.meter, self.send = model, settings, meter, send
         self.in_flight: dict[int, Sequence] = {}
-        self.recent_errors: deque[Exception] = deque(maxlen=KEPT_ERRORS)
+        self.last_error: Exception | None = None
         self.evicted_before = 0  # by requests that are over
         self.stopping = False
         self._status_due_s = 0.0
@@ -98,7 +96,7 @@ class Engine:
             if self.settings.on_oom == "exit":
                 raise
             if self.settings.on_oom == "keep":
-                self.recent_errors.append(error)
+                self.last_error = error
             return Ended(request_id, "out_of_memory", failure.message)
         if token is not None:
             tokens.append((request_id, token))

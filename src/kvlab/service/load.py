@@ -1,10 +1,15 @@
 """Clients of the service, made of OpenAI's own library: what each one asked, saw, and when."""
 
 import asyncio
+import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
+import httpx
 import openai
+
+from .launch import parse_metrics
 
 
 @dataclass
@@ -17,12 +22,11 @@ class View:
 
     name: str
     sent_s: float
-    first_token_s: float | None = None
     ended_s: float | None = None
     status: int | None = None
     outcome: str = ""
-    pieces: int = 0
     message: str = ""
+    pieces_s: list[float] = field(default_factory=list)  # when each piece of text came
 
 
 def client_of(url: str, tenant: str | None = None, api_key: str = "unused") -> openai.AsyncOpenAI:
@@ -43,8 +47,7 @@ async def ask(
         view.status = 200
         async with stream:
             async for _ in stream:
-                view.first_token_s = view.first_token_s or time.monotonic()
-                view.pieces += 1
+                view.pieces_s.append(time.monotonic())
                 if begun:
                     begun.set()
         view.outcome = "completed"
@@ -59,6 +62,34 @@ async def ask(
         if begun:
             begun.set()
     return view
+
+
+@dataclass
+class Watch:
+    """Looks at the service's metrics from time to time, while the block it opens runs.
+
+    ``samples``: (monotonic seconds, metrics), as far as the service answered.
+    """
+
+    url: str
+    interval_s: float = 0.05
+    samples: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        async with httpx.AsyncClient(base_url=self.url, timeout=5) as client:
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await client.get("/metrics")
+                    self.samples.append((time.monotonic(), parse_metrics(answer.text)))
+                await asyncio.sleep(self.interval_s)
 
 
 async def short_then_long(

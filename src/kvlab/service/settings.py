@@ -18,8 +18,9 @@ class EngineSettings(BaseModel):
     longer; ``growing`` lets each cache grow; ``sliding`` keeps ``sinks`` first tokens and a window, together
     ``max_total_tokens``.
     ``budget_bytes``: what the process may hold above the loaded model.
-    ``on_oom``: ``free`` ends the request that was refused memory and frees what it held; ``keep`` does too, but keeps
-    the last exceptions, as error trackers do; ``exit`` lets the exception end the process, as in the incident.
+    ``on_oom``: ``free`` ends the request that was refused memory and frees what it held; ``keep`` does so too, but
+    holds on to the exception until the next one, as a ``last_error`` for a status page does; ``exit`` lets the
+    exception end the process, as in the incident.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -58,7 +58,7 @@ def drive(meter, model, cases):
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         held_bytes = meter.held_bytes
-        engine.recent_errors.clear()
+        engine.last_error = None
         ended = [entry for round in said for entry in round.ended]
         tokens = [request for round in said for request, _ in round.tokens]
         statuses = [round.status for round in said if round.status]
