@@ -100,10 +100,10 @@ async def short_then_long(
     long: str,
     short_tokens: int,
     long_tokens: int = 5,
-    tenant: str | None = None,
+    tenants: list[str] | None = None,
 ) -> list[View]:
     """Short prompts, each from its own client, are all in flight when a long one comes; its view is the last."""
-    clients = [client_of(url, tenant) for _ in range(len(short) + 1)]
+    clients = [client_of(url, tenant) for tenant in tenants or [None] * (len(short) + 1)]
     begun = [asyncio.Event() for _ in short]
     common = {"model": model, "temperature": 0}
     tasks = [

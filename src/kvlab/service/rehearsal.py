@@ -14,7 +14,7 @@ from .sequence import Sequence, make_cache
 from .settings import EngineSettings
 
 MARGIN = 1.25
-SMALL_OBJECTS_BYTES = 2**20  # what objects too small for a mapping of their own leave on the heap
+SMALL_OBJECTS_BYTES = 2**21  # what objects too small for a mapping of their own leave on the heap
 
 
 def step_room_bytes(model: PreTrainedModel, settings: EngineSettings, longest_rows: int) -> int:

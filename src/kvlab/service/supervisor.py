@@ -48,9 +48,12 @@ class Supervisor:
             log.info("the engine is gone before it heard of %s", type(command).__name__)
 
     async def stop(self) -> None:
-        """Let the engine finish and end."""
+        """Let the engine finish and end; one that is still loading has nothing to finish."""
         self._stopping = True
-        self.send(Stop())
+        if self._ready:
+            self.send(Stop())
+        else:
+            self.engine.kill()
         await asyncio.to_thread(self.engine.end)
 
     def _read(self, engine: EngineProcess) -> None:

@@ -276,7 +276,7 @@ def test_a_client_that_goes_is_cancelled_and_its_memory_freed(service, tiny_mode
 
 def test_a_long_prompt_among_short_ones_loses_nobody(service, tiny_model):
     load = {"short": ["short"] * 4, "long": "x" * 1_500, "short_tokens": 300}
-    views = asyncio.run(short_then_long(service.url, str(tiny_model), tenant="anonymous", **load))
+    views = asyncio.run(short_then_long(service.url, str(tiny_model), tenants=["anonymous"] * 5, **load))
     assert [view.outcome for view in views] == ["completed"] * 5
 
 
