@@ -37,6 +37,17 @@ def bench_the_service(
     _show(bench_service(_known(profile), device), render, as_json)
 
 
+@bench_app.command("allocator")
+def bench_the_allocator(
+    profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    as_json: Json = False,
+) -> None:
+    """How many calls a second the model of the caching allocator takes, and what it holds for a block in use."""
+    from kvlab.bench.allocator import bench_allocator, render
+
+    _show(bench_allocator(_known(profile)), render, as_json)
+
+
 def _known(profile: str) -> str:
     from kvlab.lab.runner import PROFILES
 
