@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.profiling.nsys.export import Export
-from kvlab.profiling.nsys.summary import KERNEL, NVTX, RANGES, RUNTIME, device_memory, first_of, name_of
+from kvlab.profiling.nsys.summary import KERNEL, NVTX, RANGES, RUNTIME, device_memory, first_of, name_of, range_name
 
 MOST_TRACE_BYTES = 1 << 30
 NOT_READY = 600  # what cudaEventQuery answers while work goes on
@@ -73,27 +73,27 @@ class Timeline:
 def timeline_of_export(path: Path | str) -> Timeline:
     """The timeline of an nsys export; raises ExportError as ``summarise_export`` does."""
     with Export(path) as export:
-        ranges = list(_spans(export, NVTX, ("text", "textId"), f"eventType IN {RANGES}", needs="eventType"))
-        calls = list(_spans(export, RUNTIME, ("nameId",)))
-        kernels = list(_spans(export, KERNEL, ("demangledName", "shortName", "mangledName")))
+        range_named = range_name(export, first_of(export, NVTX, "text"), first_of(export, NVTX, "textId"))
+        call_named = name_of(export, first_of(export, RUNTIME, "nameId"))
+        kernel_named = name_of(export, first_of(export, KERNEL, "demangledName", "shortName", "mangledName"))
         failed = f"returnValue NOT IN (0, {NOT_READY})"
-        failures = [
-            (name, start, f"returned {value}")
-            for name, start, _, value in _rows(export, RUNTIME, ("nameId",), failed, needs="returnValue")
-        ]
-        memory = [(start, held) for start, _, held in device_memory(export) or ()]
-    return _from_ns(ranges, calls, kernels, memory, failures, "CUDA calls")
+        return _from_ns(
+            [row[:3] for row in _rows(export, NVTX, range_named, f"eventType IN {RANGES}", needs="eventType")],
+            [row[:3] for row in _rows(export, RUNTIME, call_named)],
+            [row[:3] for row in _rows(export, KERNEL, kernel_named)],
+            [(start, held) for start, _, held in device_memory(export) or ()],
+            [
+                (name, start, f"returned {value}")
+                for name, start, _, value in _rows(export, RUNTIME, call_named, failed, needs="returnValue")
+            ],
+            "CUDA calls",
+        )
 
 
-def _spans(export: Export, table: str, names: tuple[str, ...], condition: str = "1", needs: str = "start"):
-    return ((name, start, end) for name, start, end, _ in _rows(export, table, names, condition, needs))
-
-
-def _rows(export: Export, table: str, names: tuple[str, ...], condition: str, needs: str) -> Iterable[tuple]:
+def _rows(export: Export, table: str, name: str, condition: str = "1", needs: str = "start") -> Iterable[tuple]:
     """(name, start, end, returnValue) in ns; nothing where the table or a column it needs is missing."""
     if not export.has(table, "start", "end", needs):
         return ()
-    name = name_of(export, first_of(export, table, *names))
     value = first_of(export, table, "returnValue")
     rows = export.rows(
         f'SELECT {name}, CAST(start AS INTEGER), CAST("end" AS INTEGER), {value} FROM {table} '

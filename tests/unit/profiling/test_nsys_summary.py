@@ -11,6 +11,7 @@ import pytest
 from nsys_exports import CALLS, KERNELS, MIB, SCHEMAS, needs_recorded, recorded, write_export
 
 from kvlab.profiling.nsys import ExportError, summarise_export
+from kvlab.profiling.timeline import timeline_of_export
 
 
 def dumped(operations, *fields):
@@ -104,6 +105,12 @@ def test_two_numbers_for_one_text_are_one_operation(tmp_path):
         "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 99 WHERE start > 4000",
     )
     assert dumped(summarise_export(path).kernels, "count", "total_ns") == [(3, 1_200)]
+
+
+def test_a_range_whose_text_is_a_number_keeps_it(tmp_path):
+    path = change(write_export(tmp_path / "a.sqlite"), "UPDATE NVTX_EVENTS SET text = '5' WHERE text = 'request'")
+    assert summarise_export(path).nvtx[0].name == "5"  # string number 5 is another name
+    assert timeline_of_export(path).ranges[0].name == "5"
 
 
 def test_a_schema_newer_than_any_checked_is_read_and_noted(tmp_path):

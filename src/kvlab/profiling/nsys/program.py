@@ -92,7 +92,7 @@ def run_profiled(nsys: Nsys, program: list[str], output: Path, *, stdout: int | 
         raise NsysError(f"no program {program[0]!r:.200} to run")
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "status"
-        noting = ["/bin/sh", "-c", 'note=$1; shift; "$@"; echo $? > "$note"', "sh", str(note), *program]
+        noting = ["/bin/sh", "-c", 'trap : INT; note=$1; shift; "$@"; echo $? > "$note"', "sh", str(note), *program]
         ended = _run_to_its_end(nsys.profile_command(output, noting), stdout)
         noted = note.read_text().strip() if note.exists() else ""
     if not report.exists():

@@ -111,6 +111,11 @@ def name_of(export: Export, key: str) -> str:
     return f"substr(CAST(COALESCE({text}, {key}) AS TEXT), 1, {LONGEST_NAME})"
 
 
+def range_name(export: Export, text: str, number: str) -> str:
+    """SQL for the name of an NVTX event: its own text, which may look like a number, or a row of StringIds."""
+    return f"COALESCE(substr(CAST({text} AS TEXT), 1, {LONGEST_NAME}), {name_of(export, number)})"
+
+
 def first_of(export: Export, table: str, *columns: str) -> str:
     """SQL for the first of ``columns`` that is there and not null."""
     there = [f"{table}.{column}" for column in columns if export.has(table, column)]
@@ -197,7 +202,7 @@ def _nvtx(export: Export) -> list[NvtxRange]:
         f"SELECT {text} AS t, {number} AS k, {domain} AS d, {process} AS p, COUNT(*) AS n, "
         f"{_duration(export, NVTX)} AS ns, COUNT(*) - COUNT({end}) AS o FROM {NVTX} {kind} GROUP BY 1, 2, 3, 4"
     )
-    rows = export.rows(f"SELECT {name_of(export, 'COALESCE(t, k)')}, d, p, n, ns, o FROM ({sums})")
+    rows = export.rows(f"SELECT {range_name(export, 't', 'k')}, d, p, n, ns, o FROM ({sums})")
     domains = _domains(export)
     counted = _merged(((_said(name), domains.get((d, p))), sums) for name, d, p, *sums in rows)
     return _largest_first(
@@ -211,7 +216,7 @@ def _domains(export: Export) -> dict[tuple[int, int], str]:
     if not export.has(NVTX, "eventType", "domainId"):
         return {}
     thread = first_of(export, NVTX, "globalTid")
-    name = name_of(export, first_of(export, NVTX, "text", "textId"))
+    name = range_name(export, first_of(export, NVTX, "text"), first_of(export, NVTX, "textId"))
     rows = export.rows(
         f"SELECT domainId, {thread} & {PROCESS}, {name} FROM {NVTX} WHERE eventType = {DOMAIN_CREATED} LIMIT 100000"
     )
