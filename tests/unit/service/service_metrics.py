@@ -9,6 +9,7 @@ GAUGES = {
     "kv_cache_capacity_tokens",
     "inference_requests_in_flight",
     "inference_queue_length",
+    "kv_cache_reserved_tokens",
     "engine_up",
 }
 COUNTERS = {

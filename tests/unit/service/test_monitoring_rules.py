@@ -108,18 +108,6 @@ def test_every_alert_is_among_those_that_were_moved():
     assert MOVED.keys() == ALERTS.keys()
 
 
-@needs_promtool
-@pytest.mark.parametrize(
-    "part", [" unless inference_requests_total offset 5m", "and on (job, instance) (up offset 5m)"]
-)
-def test_the_stories_notice_when_newborn_series_are_counted_otherwise(tmp_path, stories, part):
-    write_monitoring(tmp_path)
-    text = (tmp_path / "recording.yml").read_text()
-    assert part in text
-    (tmp_path / "recording.yml").write_text(text.replace(part, ""))
-    assert not played(tmp_path, stories, about="RequestsNeverFit")
-
-
 @pytest.mark.parametrize(
     "rule", [*RECORDED.values(), *ALERTS.values()], ids=lambda rule: rule.get("record") or rule["alert"]
 )

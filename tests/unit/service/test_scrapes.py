@@ -1,0 +1,92 @@
+"""The few functions of PromQL that a lab uses where there is no Prometheus do what Prometheus does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_at_hand import needs_promtool, promtool
+
+from kvlab.service.monitoring.scrapes import Scrapes, held_for, increase, predict_linear
+
+TEXT = """\
+# TYPE asked_total counter
+asked_total{outcome="completed",tenant="a"} %d
+asked_total{outcome="completed",tenant="b"} 10
+asked_total{outcome="never_fits",tenant="a"} 1
+"""
+
+
+def test_series_that_share_the_labels_asked_for_are_summed_scrape_by_scrape():
+    scrapes = Scrapes()
+    for at_s, asked in ((1.0, 3), (2.0, 5)):
+        scrapes.add(at_s, TEXT % asked)
+    assert scrapes.points("asked_total", outcome="completed") == [(1.0, 13.0), (2.0, 15.0)]
+    assert scrapes.points("asked_total") == [(1.0, 14.0), (2.0, 16.0)]
+    assert scrapes.points("asked_total", tenant="nobody") == []
+
+
+def test_a_counter_that_falls_has_started_again_from_nought():
+    points = [(0.0, 5.0), (1.0, 7.0), (2.0, 1.0), (3.0, 4.0)]
+    assert increase(points, 3.0, 10.0) == 2 + 1 + 3
+
+
+def test_only_the_window_counts():
+    points = [(float(second), float(second)) for second in range(10)]
+    assert increase(points, 9.0, 3.0) == 3
+    assert increase(points, 9.0, 0.5) == 0
+
+
+@given(st.floats(-5, 5), st.floats(-100, 100), st.floats(0, 60))
+def test_a_straight_line_is_predicted_where_it_goes(slope, offset, ahead_s):
+    points = [(float(second), offset + slope * second) for second in range(8)]
+    expected = offset + slope * (7 + ahead_s)
+    assert math.isclose(predict_linear(points, 7.0, 5.0, ahead_s), expected, abs_tol=1e-9)
+
+
+def test_one_point_predicts_nothing():
+    assert predict_linear([(1.0, 4.0)], 1.0, 5.0, 10.0) is None
+
+
+def test_an_alert_fires_only_after_its_time_without_a_break():
+    true_at = [(float(second), second != 3) for second in range(8)]
+    assert held_for(true_at, 3.0) == [7.0]
+    assert held_for(true_at, 0.0) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+
+
+VALUES = [3, 9, 12, 5, 30, 31, 31, 90]  # a sample a second
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("expression", "ours"),
+    [
+        ("predict_linear(x[5s], 10)", lambda points: predict_linear(points, 7.0, 5.0, 10.0)),
+        ("increase(x[7s])", lambda points: increase(points, 7.0, 7.0)),
+    ],
+)
+def test_prometheus_says_the_same(tmp_path, expression, ours):
+    points = [(float(second), float(value)) for second, value in enumerate(VALUES)]
+    check = {
+        "evaluation_interval": "1s",
+        "tests": [
+            {
+                "interval": "1s",
+                "input_series": [{"series": "x", "values": " ".join(map(str, VALUES))}],
+                # to four digits, since promtool compares floating-point numbers exactly
+                "promql_expr_test": [
+                    {
+                        "expr": f"round({expression}, 0.0001)",
+                        "eval_time": "7s",
+                        "exp_samples": [{"labels": "{}", "value": round(ours(points), 4)}],
+                    }
+                ],
+            }
+        ],
+    }
+    (tmp_path / "same.yml").write_text(yaml.safe_dump(check))
+    done = promtool("test", "rules", "same.yml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
