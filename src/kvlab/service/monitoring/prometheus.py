@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from kvlab.service.monitoring import MonitoringError, write_monitoring
+from kvlab.service.monitoring.live import end, free_port
 
 READY_TIMEOUT_S = 30.0
 
@@ -48,6 +48,15 @@ class Prometheus:
         found = self.history(f'ALERTS{{alertstate="{state}"}}', start_s, end_s)
         return {series.labels["alertname"]: [at_s for at_s, _ in series.points] for series in found}
 
+    def wait_for(self, expression: str, timeout_s: float = 60.0) -> list[Series]:
+        """Ask until the answer is not empty; the first scrape comes up to five seconds after the start."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := self.query(expression)):
+            if time.monotonic() > deadline_s:
+                raise MonitoringError(f"{expression} had no answer for {timeout_s:g} s")
+            time.sleep(self.interval_s)
+        return found
+
     def _ask(self, what: str, **parameters: object) -> dict:
         with urlopen(f"{self.address}/api/v1/{what}?{urlencode(parameters)}", timeout=10) as answer:
             return json.load(answer)["data"]
@@ -70,7 +79,7 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
     if not prometheus_is_installed():
         raise MonitoringError("prometheus is not installed; on Debian: apt-get install prometheus")
     write_monitoring(folder, overwrite=True, target=target, speed_up=speed_up)
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         "prometheus",
         f"--config.file={folder}/prometheus.yml",
@@ -84,18 +93,7 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
         _wait_until_ready(process, f"http://{address}", folder / "prometheus.log")
         yield Prometheus(f"http://{address}", max(0.05, 5 / speed_up))
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        end(process)
 
 
 def _wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None:
