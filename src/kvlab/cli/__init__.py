@@ -11,7 +11,7 @@ from typing import NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from kvlab.cli import bench, labs, memory, model, monitoring  # noqa: F401  (each adds its verbs)
+from kvlab.cli import bench, labs, memory, model, monitoring, serve  # noqa: F401  (each adds its verbs)
 from kvlab.cli.base import app
 from kvlab.errors import KvlabError
 

@@ -1,0 +1,97 @@
+"""Puts the parts together and runs them until a signal ends the service."""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from functools import partial
+
+import uvicorn
+
+from kvlab.errors import KvlabError
+from kvlab.model import load_config, load_tokenizer
+
+from .app import Front, create_app
+from .dispatch import Dispatcher
+from .http import Connection
+from .metrics import Metrics
+from .process import EngineProcess
+from .settings import EngineSettings, FrontSettings
+from .supervisor import Supervisor
+from .tenants import ANONYMOUS, UNKNOWN, Tenants
+
+log = logging.getLogger("kvlab.service")
+
+
+class ServiceError(KvlabError):
+    """The service cannot run as configured."""
+
+
+def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess) -> None:
+    """Serve until SIGTERM or SIGINT. ``engine``: the first engine process, which loads while this starts."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    tenants = Tenants.read(front.tenants) if front.tenants else Tenants.only_anonymous(front.queue_places)
+    config, tokenizer = load_config(settings.model), load_tokenizer(settings.model)
+    on_cuda = settings.device.startswith("cuda")
+    metrics = Metrics({*tenants.by_name, ANONYMOUS, UNKNOWN}, on_cuda)
+    dispatcher = Dispatcher(
+        settings,
+        config,
+        tenants,
+        Supervisor(settings, engine),
+        metrics,
+        admission=front.admission,
+        on_fatal=lambda message: server.fail(message),
+    )
+    shared = Front(front, dispatcher, tokenizer, settings.model, config.vocab_size, int(time.time()))
+    listener = listen(front)
+    server = Server(
+        uvicorn.Config(
+            create_app(shared),
+            http=partial(Connection, front=front),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=int(front.grace_s) + 5,
+        ),
+        dispatcher,
+        front.grace_s,
+    )
+    server.run(sockets=[listener])
+    if server.failure:
+        raise ServiceError(server.failure)
+
+
+def listen(front: FrontSettings) -> socket.socket:
+    """A listening socket, and its address on stdout: with port 0 nobody else knows it."""
+    listener = socket.create_server((front.host, front.port), backlog=2048)
+    print(f"listening on http://{front.host}:{listener.getsockname()[1]}", flush=True)
+    return listener
+
+
+class Server(uvicorn.Server):
+    """A signal first drains: what waits is refused, what is in flight has ``grace_s`` to finish."""
+
+    def __init__(self, config: uvicorn.Config, dispatcher: Dispatcher, grace_s: float):
+        super().__init__(config)
+        self.dispatcher, self.grace_s = dispatcher, grace_s
+        self.failure: str | None = None
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.dispatcher.in_flight)
+
+    def fail(self, message: str) -> None:
+        self.failure = message
+        self.should_exit = True
+
+    async def shutdown(self, sockets=None) -> None:
+        self.dispatcher.drain()
+        asyncio.get_running_loop().call_later(self.grace_s, self.dispatcher.abandon)
+        await super().shutdown(sockets)
