@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_at_hand import needs_promtool, promtool
 
+from kvlab.service.monitoring import monitoring_files
+from kvlab.service.monitoring.plain import HELD_MINUTES, PlainAlerts
 from kvlab.service.monitoring.scrapes import Scrapes, held_for, increase, predict_linear
 
 TEXT = """\
@@ -90,3 +92,51 @@ def test_prometheus_says_the_same(tmp_path, expression, ours):
     (tmp_path / "same.yml").write_text(yaml.safe_dump(check))
     done = promtool("test", "rules", "same.yml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_plain_python_holds_an_alert_as_long_as_the_rules_say():
+    rules = [rule for group in yaml.safe_load(monitoring_files()["alerts.yml"])["groups"] for rule in group["rules"]]
+    held = {rule["alert"]: int(rule["for"].removesuffix("m")) for rule in rules if "for" in rule}
+    assert {alert: minutes for alert, minutes in held.items() if not alert.startswith("Cuda")} == HELD_MINUTES
+
+
+SERVICE = """\
+# TYPE gpu_memory_used_bytes gauge
+gpu_memory_used_bytes {used}
+# TYPE gpu_memory_total_bytes gauge
+gpu_memory_total_bytes 100
+# TYPE engine_up gauge
+engine_up {up}
+# TYPE engine_restarts_total counter
+engine_restarts_total {restarts}
+# TYPE inference_requests_total counter
+inference_requests_total{{outcome="completed",tenant="a"}} {asked}
+inference_requests_total{{outcome="never_fits",tenant="a"}} {refused}
+"""
+
+
+def scraped(story) -> PlainAlerts:
+    """The alerts over 15 minutes of a service, scraped every five seconds."""
+    scrapes = Scrapes()
+    for second in range(0, 900, 5):
+        values = {"used": 10, "up": 1, "restarts": 0, "asked": second, "refused": 0} | story(second)
+        scrapes.add(float(second), SERVICE.format(**values))
+    return PlainAlerts(scrapes)
+
+
+@pytest.mark.parametrize(
+    ("alert", "story"),
+    [
+        ("GpuMemoryHigh", lambda second: {"used": 90}),
+        ("GpuMemoryExhaustionAhead", lambda second: {"used": 10 + 0.05 * second}),
+        ("EngineRestarted", lambda second: {"restarts": second // 600}),
+        ("EngineDown", lambda second: {"up": int(second < 600)}),
+        ("RequestsNeverFit", lambda second: {"refused": second // 20}),
+    ],
+)
+def test_in_plain_python_an_alert_fires_in_its_story_and_no_other_does(alert, story):
+    assert scraped(story).alerts(0, 900).keys() == {alert}
+
+
+def test_in_plain_python_nothing_fires_for_a_service_that_is_well():
+    assert scraped(lambda second: {}).alerts(0, 900) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from kvlab.service.monitoring import MonitoringError, write_monitoring
-from kvlab.service.monitoring.live import end, free_port
 
 READY_TIMEOUT_S = 30.0
 
@@ -47,6 +47,10 @@ class Prometheus:
         """The times at which each alert was in ``state``, by name."""
         found = self.history(f'ALERTS{{alertstate="{state}"}}', start_s, end_s)
         return {series.labels["alertname"]: [at_s for at_s, _ in series.points] for series in found}
+
+    def active_alerts(self) -> list[dict]:
+        """Pending and firing alerts with their labels and annotations, as an Alertmanager would get them."""
+        return self._ask("alerts")["alerts"]
 
     def wait_for(self, expression: str, timeout_s: float = 60.0) -> list[Series]:
         """Ask until the answer is not empty; the first scrape comes up to five seconds after the start."""
@@ -93,7 +97,19 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
         _wait_until_ready(process, f"http://{address}", folder / "prometheus.log")
         yield Prometheus(f"http://{address}", max(0.05, 5 / speed_up))
     finally:
-        end(process)
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None:
