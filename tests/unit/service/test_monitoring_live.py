@@ -45,6 +45,8 @@ def watched(tmp_path_factory):
         long = Stream(service.url, tiny_model, [1] * 3000, 8)
         long.join(60)
         prometheus.wait_for('ALERTS{alertname="InferenceOutOfMemory", alertstate="firing"}')
+        while not scrapes.points("inference_requests_oom_total")[-1][1]:
+            time.sleep(0.05)
         yield SimpleNamespace(
             prometheus=prometheus,
             service=service,

@@ -39,7 +39,9 @@ class Prometheus:
         return [_series(entry, [entry["value"]]) for entry in found["result"]]
 
     def history(self, expression: str, start_s: float, end_s: float) -> list[Series]:
-        """The expression at every evaluation interval from ``start_s`` to ``end_s`` (Unix time)."""
+        """The expression at ``end_s`` (Unix time) and at every evaluation interval before it, back to ``start_s``."""
+        end_s = round(end_s, 3)
+        start_s = round(end_s - int((end_s - start_s) / self.interval_s) * self.interval_s, 3)
         found = self._ask("query_range", query=expression, start=start_s, end=end_s, step=self.interval_s)
         return [_series(entry, entry["values"]) for entry in found["result"]]
 
@@ -95,7 +97,7 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:
         _wait_until_ready(process, f"http://{address}", folder / "prometheus.log")
-        yield Prometheus(f"http://{address}", max(0.05, 5 / speed_up))
+        yield Prometheus(f"http://{address}", interval_s(speed_up))
     finally:
         process.terminate()
         try:
@@ -103,6 +105,11 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def interval_s(speed_up: int) -> float:
+    """Seconds from one scrape and evaluation to the next, in whole milliseconds as in ``prometheus.yml``."""
+    return max(1, 5_000 // speed_up) / 1_000
 
 
 def free_port() -> int:
