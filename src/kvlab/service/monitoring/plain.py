@@ -29,7 +29,7 @@ class PlainAlerts:
         found = {}
         for alert, true_at in self._conditions().items():
             firing = held_for(true_at, HELD_MINUTES.get(alert, 0) * MINUTE_S / self.speed_up)
-            times = firing if state == "firing" else [at_s for at_s, true in true_at if true and at_s not in firing]
+            times = firing if state == "firing" else sorted({at_s for at_s, true in true_at if true} - set(firing))
             if inside := [at_s for at_s in times if start_s <= at_s <= end_s]:
                 found[alert] = inside
         return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import itemgetter
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -43,13 +45,18 @@ def increase(points: Points, at_s: float, window_s: float) -> float:
 
     Without Prometheus' extrapolation to the window's ends, so integers stay integers.
     """
-    values = [value for time_s, value in points if at_s - window_s <= time_s <= at_s]
+    values = [value for _, value in _inside(points, at_s, window_s)]
     return sum(after - before if after >= before else after for before, after in pairwise(values))
+
+
+def _inside(points: Points, at_s: float, window_s: float) -> Points:
+    first = bisect_left(points, at_s - window_s, key=itemgetter(0))
+    return points[first : bisect_right(points, at_s, key=itemgetter(0))]
 
 
 def predict_linear(points: Points, at_s: float, window_s: float, ahead_s: float) -> float | None:
     """Where a straight line through the window's points is at ``at_s + ahead_s``; None with fewer than two points."""
-    inside = [(time_s - at_s, value) for time_s, value in points if at_s - window_s <= time_s <= at_s]
+    inside = [(time_s - at_s, value) for time_s, value in _inside(points, at_s, window_s)]
     if len(inside) < 2:
         return None
     mean_s = sum(time_s for time_s, _ in inside) / len(inside)
