@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvlab.cli.base import Json, app, wide_console
 from kvlab.errors import KvlabError
 
-bench_app = typer.Typer(help="Side-by-side measurements, in one process.", no_args_is_help=True)
+bench_app = typer.Typer(help="Side-by-side measurements.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
@@ -20,12 +20,32 @@ def bench_the_cache(
     as_json: Json = False,
 ) -> None:
     """What each cache costs per token, beside its peers: medians, ratios, bytes, and how far each is from the floor."""
-    from kvlab.bench import bench_cache, render
+    from kvlab.bench.cache import bench_cache, render
+
+    _show(bench_cache(_known(profile), device), render, as_json)
+
+
+@bench_app.command("service")
+def bench_the_service(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile: Annotated[str, typer.Option(help="quick or full (a soak of 20 minutes).")] = "quick",
+    as_json: Json = False,
+) -> None:
+    """What the service loses in the incident and with a window, its overhead, a soak, and two kills."""
+    from kvlab.bench.service import bench_service, render
+
+    _show(bench_service(_known(profile), device), render, as_json)
+
+
+def _known(profile: str) -> str:
     from kvlab.lab.runner import PROFILES
 
     if profile not in PROFILES:
         raise KvlabError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
-    result = bench_cache(profile, device)
+    return profile
+
+
+def _show(result: Any, render: Any, as_json: bool) -> None:
     if as_json:
         print(result.model_dump_json())
     else:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Front:
     model_name: str
     vocabulary: int
     started_s: int
+    tokenizing: Executor  # a long prompt takes its time, and the event loop has none
 
     def count(self, outcome: str, tenant: str) -> None:
         self.dispatcher.metrics.inference_requests_total.labels(outcome, tenant).inc()
@@ -286,7 +288,10 @@ async def prompt_tokens(asked: CompletionRequest, front: Front) -> list[int]:
     if isinstance(asked.prompt, str):
         if "\0" in asked.prompt:
             raise ApiError(400, "the prompt holds a NUL character", param="prompt", code="nul_character")
-        prompt = await asyncio.to_thread(front.tokenizer.encode, asked.prompt) if asked.prompt else []
+        loop = asyncio.get_running_loop()
+        prompt = (
+            await loop.run_in_executor(front.tokenizing, front.tokenizer.encode, asked.prompt) if asked.prompt else []
+        )
     else:
         prompt = asked.prompt
         if prompt and max(prompt) >= front.vocabulary:

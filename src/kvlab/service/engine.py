@@ -4,7 +4,6 @@ import gc
 import logging
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -21,7 +20,6 @@ from .settings import EngineSettings
 log = logging.getLogger("kvlab.engine")
 
 STATUS_INTERVAL_S = 0.05
-KEPT_ERRORS = 16
 
 
 class DeviceUnusable(RuntimeError):
@@ -36,10 +34,12 @@ class Engine:
     ):
         self.model, self.settings, self.meter, self.send = model, settings, meter, send
         self.in_flight: dict[int, Sequence] = {}
-        self.recent_errors: deque[Exception] = deque(maxlen=KEPT_ERRORS)
+        self.last_error: Exception | None = None
         self.evicted_before = 0  # by requests that are over
         self.stopping = False
         self._status_due_s = 0.0
+        gc.collect()
+        gc.freeze()  # what is there by now stays; a collection looks at requests alone
 
     def run(self, commands: "queue.SimpleQueue[Command]") -> None:
         while self.in_flight or not self.stopping:
@@ -76,10 +76,10 @@ class Engine:
             # Nothing refers to the exception any more, so its frames let go of the step's tensors.
             del sequence
             self._drop(request_id)
-            gc.collect()
             ended.append(failure)
             log.warning("request %d: %s: %s", request_id, failure.reason, failure.message)
         elif tokens and tokens[-1][0] == request_id and (reason := sequence.end_after(tokens[-1][1])):
+            del sequence
             self._drop(request_id)
             ended.append(Ended(request_id, reason))
 
@@ -96,15 +96,16 @@ class Engine:
             if self.settings.on_oom == "exit":
                 raise
             if self.settings.on_oom == "keep":
-                self.recent_errors.append(error)
+                self.last_error = error
             return Ended(request_id, "out_of_memory", failure.message)
         if token is not None:
             tokens.append((request_id, token))
         return None
 
     def _drop(self, request_id: int) -> None:
-        """Forget a request; its cache goes with it."""
+        """Forget a request, and free what it held: a sliding cache's parts refer to one another."""
         self.evicted_before += self.in_flight.pop(request_id).evicted_tokens
+        gc.collect()
 
     def _status(self, *, force: bool) -> Status | None:
         now_s = time.monotonic()

@@ -1,5 +1,6 @@
 """The process that owns the model: ``python -m kvlab.service.engine_child DESCRIPTOR``."""
 
+import contextlib
 import logging
 import os
 import queue
@@ -42,7 +43,8 @@ def main(descriptor: int) -> int:
         threading.Thread(target=_listen, args=(connection, commands), daemon=True).start()
         engine = _prepare(settings, device, meter, send)
     except KvlabError as error:
-        send("refused", Refused(str(error)))
+        with contextlib.suppress(OSError):  # the front may have found the same, and gone
+            send("refused", Refused(str(error)))
         return EXIT_REFUSED
     try:
         engine.run(commands)

@@ -47,6 +47,9 @@ class EngineProcess:
         except (EOFError, OSError):
             return
 
+    def kill(self) -> None:
+        self._child.kill()
+
     def end(self, timeout_s: float = 10.0) -> int:
         """Wait for the process, which is over or about to be; kill it if it is not. Returns its exit code."""
         try:

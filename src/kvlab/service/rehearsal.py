@@ -14,13 +14,15 @@ from .sequence import Sequence, make_cache
 from .settings import EngineSettings
 
 MARGIN = 1.25
+SMALL_OBJECTS_BYTES = 2**21  # what objects too small for a mapping of their own leave on the heap
 
 
 def step_room_bytes(model: PreTrainedModel, settings: EngineSettings, longest_rows: int) -> int:
     """The most that a step holds beside its cache, at the longest text: a chunk of the prompt, and one token.
 
-    A margin of a quarter is added: kernels differ a little between lengths. Each step runs twice, so that what is
-    made once (threads, packed weights) is neither counted here nor made later under the budget.
+    A margin of a quarter is added, as kernels differ a little between lengths, and room for small objects. Each
+    step runs twice, so that what is made once (threads, packed weights) is neither counted here nor made later,
+    under the budget.
     """
     chunk = settings.prefill_chunk
     sequence = _long_sequence(model, settings, max(longest_rows, chunk), 4 * chunk)
@@ -28,7 +30,7 @@ def step_room_bytes(model: PreTrainedModel, settings: EngineSettings, longest_ro
     for q in (chunk, chunk, 1, 1):
         sequence.waiting = torch.zeros(q, dtype=torch.int32)
         peaks.append(peak_bytes(model.device, sequence.step))
-    return round(MARGIN * max(peaks[1], peaks[3]))
+    return round(MARGIN * max(peaks[1], peaks[3])) + SMALL_OBJECTS_BYTES
 
 
 def _long_sequence(model: PreTrainedModel, settings: EngineSettings, tokens: int, more: int) -> Sequence:

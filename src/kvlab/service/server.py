@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import uvicorn
@@ -44,7 +45,8 @@ def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess)
         admission=front.admission,
         on_fatal=lambda message: server.fail(message),
     )
-    shared = Front(front, dispatcher, tokenizer, settings.model, config.vocab_size, int(time.time()))
+    tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizing")
+    shared = Front(front, dispatcher, tokenizer, settings.model, config.vocab_size, int(time.time()), tokenizing)
     listener = listen(front)
     server = Server(
         uvicorn.Config(

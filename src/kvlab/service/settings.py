@@ -1,9 +1,9 @@
 """What a service is told at its start, checked once."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MIB = 2**20
 
@@ -18,8 +18,9 @@ class EngineSettings(BaseModel):
     longer; ``growing`` lets each cache grow; ``sliding`` keeps ``sinks`` first tokens and a window, together
     ``max_total_tokens``.
     ``budget_bytes``: what the process may hold above the loaded model.
-    ``on_oom``: ``free`` ends the request that was refused memory and frees what it held; ``keep`` does too, but keeps
-    the last exceptions, as error trackers do; ``exit`` lets the exception end the process, as in the incident.
+    ``on_oom``: ``free`` ends the request that was refused memory and frees what it held; ``keep`` does so too, but
+    holds on to the exception until the next one, as a ``last_error`` for a status page does; ``exit`` lets the
+    exception end the process, as in the incident.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +34,12 @@ class EngineSettings(BaseModel):
     budget_bytes: int = Field(default=256 * MIB, gt=0)
     prefill_chunk: int = Field(default=64, gt=0)
     on_oom: OnOom = "free"
+
+    @model_validator(mode="after")
+    def _has_a_window(self) -> Self:
+        if self.policy == "sliding" and self.sinks >= self.max_total_tokens:
+            raise ValueError(f"sinks={self.sinks} leave no window in max_total_tokens={self.max_total_tokens}")
+        return self
 
 
 class FrontSettings(BaseModel):

@@ -12,7 +12,7 @@ from .settings import EngineSettings
 
 log = logging.getLogger("kvlab.service")
 
-LONGEST_PAUSE_S = 30.0
+MOST_FAILED_STARTS = 3
 
 
 class Listener(Protocol):
@@ -48,9 +48,12 @@ class Supervisor:
             log.info("the engine is gone before it heard of %s", type(command).__name__)
 
     async def stop(self) -> None:
-        """Let the engine finish and end."""
+        """Let the engine finish and end; one that is still loading has nothing to finish."""
         self._stopping = True
-        self.send(Stop())
+        if self._ready:
+            self.send(Stop())
+        else:
+            self.engine.kill()
         await asyncio.to_thread(self.engine.end)
 
     def _read(self, engine: EngineProcess) -> None:
@@ -79,10 +82,13 @@ class Supervisor:
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         log.error("the engine (pid %d) has ended: %s", self.engine.pid, how)
         was_ready, self._ready = self._ready, False
-        pause_s = 0.0 if was_ready else min(2.0**self._failed_starts, LONGEST_PAUSE_S)
-        self._failed_starts += 1
+        self._failed_starts += not was_ready
         self._listener.engine_lost(was_ready=was_ready)
-        self._loop.call_later(pause_s, self._restart)
+        if self._failed_starts == MOST_FAILED_STARTS:
+            self._stopping = True
+            self._listener.engine_refused(f"{MOST_FAILED_STARTS} engines in a row ended before they served: {how}")
+        else:
+            self._loop.call_later(self._failed_starts, self._restart)
 
     def _restart(self) -> None:
         if not self._stopping:

@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from kvlab.bundled import quiet_transformers
 from kvlab.model import random_model
 
 
@@ -19,7 +20,6 @@ def save_tiny_model(folder: Path) -> Path:
     text = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     text.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=text, eos_token="<end>").save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=128,
@@ -33,5 +33,7 @@ def save_tiny_model(folder: Path) -> Path:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    random_model(config).save_pretrained(folder)
+    with quiet_transformers():
+        PreTrainedTokenizerFast(tokenizer_object=text, eos_token="<end>").save_pretrained(folder)
+        random_model(config).save_pretrained(folder)
     return folder

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvlab.bench import (
+from kvlab.bench.cache import (
     CELL_BYTES,
     PEERS,
     PLANS,

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
+from kvlab.bench.checks import Check, checks_table
 from kvlab.cache import CachePolicy, ShiftingKVCache, SlidingWindowCache
 from kvlab.device import resolve_device
 from kvlab.model import load_config, random_model
@@ -121,16 +122,6 @@ class PrefillRow(BaseModel):
     seconds: float
     peak_bytes: int
     held_bytes: int
-
-
-class Check(BaseModel):
-    """One promise and what was measured; a price that is only stated has no limit."""
-
-    promise: str
-    measured: float
-    limit: float | None = None
-    holds: bool | None = None
-    reason: str = ""
 
 
 class CacheBench(BaseModel):
@@ -441,11 +432,7 @@ def render(result: CacheBench) -> Group:
             f"{row.peak_bytes / 2**20:,.1f}",
             f"{row.held_bytes / 2**20:,.1f}",
         )
-    checks = Table("promise", "measured", "limit", "holds", "reason")
-    for check in result.checks:
-        limit = "" if check.limit is None else f"{check.limit:,.4g}"
-        holds = {True: "yes", False: "NO", None: ""}[check.holds]
-        checks.add_row(check.promise, f"{check.measured:,.4g}", limit, holds, check.reason)
+    checks = checks_table(result.checks)
     appends.title = f"Append of one token, {where}"
     appends.caption = (
         "floor: the new keys and values, read and written at the bandwidth of a large copy, "
@@ -460,7 +447,6 @@ def render(result: CacheBench) -> Group:
         f"Prefill of {result.prefill_tokens:,} tokens, W={result.prefill_window}, chunks of {result.prefill_chunk}, "
         f"{where}"
     )
-    checks.title = "Promises"
     return Group(appends, steps, prefills, checks)
 
 

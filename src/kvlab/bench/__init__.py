@@ -1,0 +1,1 @@
+"""Side-by-side measurements behind ``kvlab bench``."""
