@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_at_hand import needs_prometheus
 
 from kvlab.service.monitoring import FILES, MonitoringError, monitoring_files, write_monitoring
+from kvlab.service.monitoring.prometheus import run_prometheus
 
 
 def kvlab_monitoring(*arguments: str | Path) -> subprocess.CompletedProcess:
@@ -96,3 +98,20 @@ def test_the_files_are_in_the_wheel(repository):
     patterns = settings["package-data"]["kvlab.service.monitoring"]
     folder = repository / "src" / "kvlab" / "service" / "monitoring"
     assert {path.name for pattern in patterns for path in folder.glob(pattern)} == set(FILES)
+
+
+def test_without_prometheus_a_run_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MonitoringError, match="apt-get install prometheus"), run_prometheus(tmp_path, "127.0.0.1:1"):
+        pass
+
+
+@needs_prometheus
+def test_a_prometheus_that_does_not_start_says_why_in_one_line(tmp_path):
+    (tmp_path / "data").write_text("in the way of its data")
+    with (
+        pytest.raises(MonitoringError, match="did not become ready: .+") as caught,
+        run_prometheus(tmp_path, "127.0.0.1:1"),
+    ):
+        pass
+    assert "\n" not in str(caught.value)

@@ -59,15 +59,16 @@ def test_an_alert_fires_only_after_its_time_without_a_break():
     assert held_for(true_at, 0.0) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
 
 
-VALUES = [3, 9, 12, 5, 30, 31, 31, 90]  # a sample a second
+VALUES = [1003, 1009, 1012, 5, 30, 31, 31, 90]  # a sample a second; the counter starts again once
 
 
 @needs_promtool
 @pytest.mark.parametrize(
     ("expression", "ours"),
     [
-        ("predict_linear(x[5s], 10)", lambda points: predict_linear(points, 7.0, 5.0, 10.0)),
-        ("increase(x[7s])", lambda points: increase(points, 7.0, 7.0)),
+        ("predict_linear(x[5500ms], 10)", lambda points: predict_linear(points, 7.0, 5.5, 10.0)),
+        # Prometheus stretches the seven seconds between its samples to the window
+        ("increase(x[7500ms]) * 7 / 7.5", lambda points: increase(points, 7.0, 7.5)),
     ],
 )
 def test_prometheus_says_the_same(tmp_path, expression, ours):

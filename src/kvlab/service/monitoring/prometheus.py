@@ -125,5 +125,6 @@ def _wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> Non
         with contextlib.suppress(OSError), urlopen(f"{address}/-/ready", timeout=1):
             return
         time.sleep(0.05)
-    last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
-    raise MonitoringError(f"prometheus did not become ready within {READY_TIMEOUT_S:g} s: {last_line}")
+    lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+    reasons = [line for line in lines if "level=error" in line or "panic" in line.lower()]
+    raise MonitoringError(f"prometheus did not become ready: {(reasons or lines[-1:])[0]}")
