@@ -130,6 +130,8 @@ class Dispatcher:
     def drain(self) -> None:
         """Take no new requests, refuse those that wait, and let those in flight finish."""
         self.draining = True
+        if self.admission:
+            self.admission.halt()  # or one that leaves the queue would let the next one start
         for job in [job for job in self._jobs.values() if not job.started]:
             self._end(job, shutting_down())
             self._forget(job)
@@ -138,7 +140,7 @@ class Dispatcher:
         """The time to finish is over: end what is left, and say so."""
         for job in list(self._jobs.values()):
             self._end(job, shutting_down())
-            self.cancel(job)
+            self.supervisor.send(Cancel(job.id))
 
     @property
     def in_flight(self) -> int:
@@ -157,14 +159,15 @@ class Dispatcher:
         self.price = Price.of(self.config, ready.bytes_per_token, self.settings)
         capacity = self.price.capacity_tokens(self.settings.budget_bytes, ready.step_room_bytes, ready.device)
         self.metrics.kv_cache_capacity_tokens.set(capacity)
-        self.metrics.engine_up.set(1)
-        self.ready = ready
         if self.admitting and self.admission is None:
             try:
                 self.admission = Admission(capacity, self.tenants.quotas(capacity))
             except QuotaError as error:
                 self.on_fatal(str(error))
-        elif self.admission:
+                return
+        self.metrics.engine_up.set(1)
+        self.ready = ready
+        if self.admission and not self.draining:
             self._start(self.admission.resume())
         log.info(
             "engine ready on %s: room for %d tokens of %d bytes, %d bytes kept for one step",

@@ -72,8 +72,8 @@ class ServiceProcess:
         return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
 
     def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        descriptor = self._log.fileno()  # not through the file: its position is where the service writes
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def end(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal and wait; returns the exit status."""

@@ -33,7 +33,7 @@ def client_of(url: str, tenant: str | None = None, api_key: str = "unused") -> o
     """OpenAI's client for a service; it tries nothing twice, so that every refusal is seen."""
     headers = {"X-Tenant": tenant} if tenant else None
     return openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=120, default_headers=headers
+        base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=600, default_headers=headers
     )
 
 

@@ -49,7 +49,7 @@ async def under_load(service, model: str, action, clients: int = 3):
 @pytest.fixture(scope="module")
 def fragile(tiny_model):
     """The incident's service: nothing reserved, nothing caught."""
-    with running(*options(tiny_model, "--no-admission", "--on-oom", "exit")) as service:
+    with running(*options(tiny_model, "--no-admission", "--on-oom", "exit", "--grace-s", "0.2")) as service:
         yield service
 
 
@@ -165,3 +165,11 @@ def test_quotas_beyond_the_capacity_end_the_start(tiny_model, tmp_path):
         assert "Traceback" not in service.log()
     finally:
         service.close()
+
+
+def test_sigterm_ends_what_takes_longer_than_the_grace_and_says_so(fragile, tiny_model):
+    fragile.wait_until_ready()
+    seen = asyncio.run(under_load(fragile, str(tiny_model), lambda: fragile.process.send_signal(signal.SIGTERM)))
+    assert "shutting_down" in {view.outcome for view in seen}
+    assert {view.outcome for view in seen} <= {"shutting_down", "completed"}
+    assert fragile.process.wait(10) == 0
