@@ -11,7 +11,7 @@ from typing import NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from kvlab.cli import bench, labs, memory, model, nsys, serve, watch  # noqa: F401  (each adds its verbs)
+from kvlab.cli import bench, labs, memory, model, monitoring, nsys, serve, watch  # noqa: F401  (each adds its verbs)
 from kvlab.cli.base import app
 from kvlab.errors import KvlabError
 
