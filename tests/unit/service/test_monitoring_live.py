@@ -45,6 +45,7 @@ def watched(tmp_path_factory):
         long = Stream(service.url, tiny_model, [1] * 3000, 8)
         long.join(60)
         prometheus.wait_for('ALERTS{alertname="InferenceOutOfMemory", alertstate="firing"}')
+        active = prometheus.active_alerts()
         while not scrapes.points("inference_requests_oom_total")[-1][1]:
             time.sleep(0.05)
         yield SimpleNamespace(
@@ -53,6 +54,7 @@ def watched(tmp_path_factory):
             scrapes=scrapes,
             short=short,
             long=long,
+            active=active,
             began_s=began_s,
             quiet_until_s=quiet_until_s,
         )
@@ -71,7 +73,7 @@ def test_the_alert_fires_through_prometheus_own_api_after_the_failure_and_not_be
 
 
 def test_prometheus_lists_the_alert_with_its_severity_and_its_link_to_the_runbook(watched):
-    (alert,) = [a for a in watched.prometheus.active_alerts() if a["labels"]["alertname"] == "InferenceOutOfMemory"]
+    (alert,) = [a for a in watched.active if a["labels"]["alertname"] == "InferenceOutOfMemory"]
     assert alert["state"] == "firing"
     assert alert["labels"]["severity"] == "critical"
     assert alert["annotations"]["runbook_url"] == "runbook.html#inference-out-of-memory"
@@ -112,5 +114,10 @@ def test_prometheus_answers_every_query_of_the_dashboard(watched):
             expression = target["expr"].replace("$job", "kvlab").replace("$instance", ".*")
             if not watched.prometheus.query(expression):
                 silent.append(expression)
-    expected = ("cuda_memory", "instance:gpu_memory_exhaustion:seconds", "kv_cache_evictions:per_output_token")
+    expected = (
+        "ALERTS",
+        "cuda_memory",
+        "instance:gpu_memory_exhaustion:seconds",
+        "kv_cache_evictions:per_output_token",
+    )
     assert [expression for expression in silent if not any(name in expression for name in expected)] == []
