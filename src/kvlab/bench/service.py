@@ -112,8 +112,8 @@ def window(service: ServiceProcess, model: str, rounds: int) -> list[Check]:
             measured=rise,
             limit=SMALL_OBJECTS_BYTES,
             holds=rise <= SMALL_OBJECTS_BYTES,
-            reason=f"from {min(held):,.0f} to {max(held):,.0f} in {rounds} rounds; the limit is the room kept for small "
-            "objects, among which a heap comes and goes by pages",
+            reason=f"from {min(held):,.0f} to {max(held):,.0f} in {rounds} rounds; the limit is the room kept for "
+            "small objects, whose heap comes and goes by pages",
         ),
     ]
 
