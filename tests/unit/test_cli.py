@@ -122,6 +122,26 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert done.stderr == "kvlab: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("closing", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_traceback(closing):
+    ran = shell(f"echo 'CUDA out of memory' | {sys.executable} -m kvlab.cli diagnose - {closing}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_with_standard_error_closed_nothing_of_it_lands_on_standard_output():
+    ran = shell(f"{sys.executable} -m kvlab.cli diagnose nosuch 2>&-")
+    assert (ran.returncode, ran.stdout) == (2, "")
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
+
+
+def test_a_refusal_does_not_steer_the_terminal_with_the_name_of_a_file():
+    said = kvlab("diagnose", "no\x1b]0;title\x07such").stderr
+    assert said == "kvlab: cannot read no\ufffd]0;title\ufffdsuch: No such file or directory\n"
+
+
 def assert_refused(arguments, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kvlab", *arguments])
     with pytest.raises(SystemExit) as stop:

@@ -18,6 +18,9 @@ from kvlab.errors import KvlabError
 
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; print(file=None) would take the other for it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (it lives as long as the process)
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
         sys.stdout.flush()
@@ -37,7 +40,8 @@ def main() -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(message.split()))
+    print(f"kvlab: {line}", file=sys.stderr)  # a file's name can hold what would steer a terminal
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
     sys.exit(2)
