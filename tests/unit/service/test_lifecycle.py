@@ -139,6 +139,7 @@ def _sigterm_finishes_what_runs_and_refuses_what_waits(service, model):
         (["--policy", "magic"], "--policy"),
         (["--budget", "many"], "many"),
         (["--sinks", "9", "--max-total-tokens", "8"], "sinks"),
+        (["--host", "192.0.2.1"], "kvlab: cannot listen: "),  # an address for documentation, nobody's own
     ],
 )
 def test_a_service_that_cannot_start_says_why_in_one_line(arguments, reason, tiny_model):
