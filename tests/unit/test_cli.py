@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +133,15 @@ def test_a_closed_output_is_no_traceback(closing):
 def test_with_standard_error_closed_nothing_of_it_lands_on_standard_output():
     ran = shell(f"{sys.executable} -m kvlab.cli diagnose nosuch 2>&-")
     assert (ran.returncode, ran.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("arguments", [("claims", "--json"), ("claims", "--help")])
+def test_a_reader_that_had_enough_is_a_broken_pipe_and_nothing_red(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "kvlab.cli", *arguments], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def shell(line: str) -> subprocess.CompletedProcess:

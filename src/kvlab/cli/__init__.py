@@ -27,7 +27,9 @@ def main() -> None:
         sys.exit(status)
     except (KvlabError, TyperException) as error:
         _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
-    except BrokenPipeError:  # the reader had enough, as `head` does
+    except (BrokenPipeError, SystemExit) as end:  # the reader had enough, as `head` does: typer makes that exit 1
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except UnicodeEncodeError as error:
