@@ -7,9 +7,6 @@ from kvlab.memory.nvml.readings import ProcessReading, ProcessUnreadable
 
 _FIELD = re.compile(rb"^(VmHWM|VmRSS|VmData):\s+(\d+) kB", re.M)
 
-MOST_BYTES = 1 << 16
-"""Of the file: a thousand bytes, and before the memory a list of all groups, of which a directory gives hundreds."""
-
 
 class ProcessSource:
     """Reads one process, this one by default.
@@ -35,7 +32,9 @@ class ProcessSource:
 
     def read(self) -> ProcessReading:
         try:
-            status = os.pread(self._status, MOST_BYTES, 0)
+            status = b""
+            while part := os.pread(self._status, 4096, len(status)):  # a user may be in hundreds of groups
+                status += part
         except ProcessLookupError:
             raise ProcessUnreadable(f"process {self.pid} has ended") from None
         kib = {name: 1024 * int(value) for name, value in _FIELD.findall(status)}
