@@ -89,6 +89,7 @@ BAD = {
     ("plan", *CASE, "--gpu", "nope"): "unknown GPU 'nope'",
     ("diagnose", "no/such/file"): "cannot read no/such/file",
     ("model", "fetch", "nope"): "'nope' is not a bundled model",
+    ("labs", "-p", "a=2001-99-99"): "-p takes values as in YAML",
 }
 
 
