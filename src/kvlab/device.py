@@ -89,7 +89,10 @@ def _read_status() -> bytes:
     """/proc/self/status without a buffered file, whose buffers would show in what is measured."""
     descriptor = os.open("/proc/self/status", os.O_RDONLY)
     try:
-        return os.read(descriptor, 4096)
+        status = b""
+        while part := os.read(descriptor, 4096):  # a user may be in hundreds of groups, which it lists first
+            status += part
+        return status
     finally:
         os.close(descriptor)
 

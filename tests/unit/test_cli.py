@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,7 @@ BAD = {
     ("plan", *CASE, "--gpu", "nope"): "unknown GPU 'nope'",
     ("diagnose", "no/such/file"): "cannot read no/such/file",
     ("model", "fetch", "nope"): "'nope' is not a bundled model",
+    ("labs", "-p", "a=2001-99-99"): "-p takes values as in YAML",
 }
 
 
@@ -120,6 +123,35 @@ def test_an_output_that_cannot_be_written_is_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "kvlab: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closing", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_traceback(closing):
+    ran = shell(f"echo 'CUDA out of memory' | {sys.executable} -m kvlab.cli diagnose - {closing}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_with_standard_error_closed_nothing_of_it_lands_on_standard_output():
+    ran = shell(f"{sys.executable} -m kvlab.cli diagnose nosuch 2>&-")
+    assert (ran.returncode, ran.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("arguments", [("claims", "--json"), ("claims", "--help")])
+def test_a_reader_that_had_enough_is_a_broken_pipe_and_nothing_red(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "kvlab.cli", *arguments], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
+
+
+def test_a_refusal_does_not_steer_the_terminal_with_the_name_of_a_file():
+    said = kvlab("diagnose", "no\x1b]0;title\x07such").stderr
+    assert said == "kvlab: cannot read no\ufffd]0;title\ufffdsuch: No such file or directory\n"
 
 
 def assert_refused(arguments, said, monkeypatch, capsys):

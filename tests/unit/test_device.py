@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -100,6 +103,13 @@ def test_an_unknown_gpu_is_answered_with_the_known_ones():
     with pytest.raises(UnknownGpu) as caught:
         named_gpu("rtx9090")
     assert str(caught.value).startswith("unknown GPU 'rtx9090'; known are rtx3090-24g, ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may join groups")
+def test_process_memory_is_found_behind_hundreds_of_groups():
+    code = "from kvlab.device import process_memory; print(process_memory('cpu')['data_bytes'] > 0)"
+    said = subprocess.check_output([sys.executable, "-c", code], extra_groups=range(10**9, 10**9 + 600))
+    assert said == b"True\n"
 
 
 def test_process_memory_sees_a_large_tensor_come_and_go():

@@ -135,10 +135,32 @@ def raise_cuda_message():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+class WordlessShortage(MemoryError):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raise_wordless_shortage():
+    raise WordlessShortage
+
+
+class Retried(Exception):
+    exceptions = 3  # its own figure: no group
+
+
+def raise_with_an_attribute_like_a_groups():
+    try:
+        bytearray(TOO_MUCH)
+    except MemoryError as error:
+        raise Retried("gave up") from error
+
+
 @pytest.mark.parametrize(
     ("work", "error"),
     [
         (lambda: bytearray(TOO_MUCH), MemoryError),
+        (raise_wordless_shortage, WordlessShortage),
+        (raise_with_an_attribute_like_a_groups, Retried),
         (raise_from_memory_error, KeyError),
         (exit_after_memory_error, SystemExit),
         (raise_group, ExceptionGroup),
@@ -211,6 +233,26 @@ def test_a_cache_whose_bytes_cannot_be_had_costs_only_its_account(tmp_path, caps
     assert json.loads((folder / "ledger.json").read_text())["accounts"][0]["bytes"] is None
     assert "ZeroDivisionError" in (folder / "index.html").read_text()
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_line_on_standard_error_does_not_steer_the_terminal(tmp_path, capsys):
+    def kv_bytes():
+        raise ValueError("\x1b]0;title\x07")
+
+    fail_in(kvlab.flight_recorder(tmp_path, kv_bytes=kv_bytes))
+    assert "ValueError: \ufffd]0;title\ufffd" in capsys.readouterr().err
+
+
+def test_a_program_that_goes_to_another_folder_leaves_its_evidence_where_it_was_told(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def work():
+        monkeypatch.chdir("elsewhere")
+        ask_too_much()
+
+    fail_in(kvlab.flight_recorder("kept"), work)
+    assert len(folders(tmp_path / "kept")) == 1
 
 
 def test_an_unwritable_folder_is_one_line_and_the_exception_goes_on(tmp_path, capsys):

@@ -18,13 +18,18 @@ from kvlab.errors import KvlabError
 
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; print(file=None) would take the other for it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (it lives as long as the process)
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
         sys.stdout.flush()
         sys.exit(status)
     except (KvlabError, TyperException) as error:
         _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
-    except BrokenPipeError:  # the reader had enough, as `head` does
+    except (BrokenPipeError, SystemExit) as end:  # the reader had enough, as `head` does: typer makes that exit 1
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except UnicodeEncodeError as error:
@@ -37,7 +42,8 @@ def main() -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"kvlab: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(message.split()))
+    print(f"kvlab: {line}", file=sys.stderr)  # a file's name can hold what would steer a terminal
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
     sys.exit(2)

@@ -66,7 +66,7 @@ def _parameters(given: list[str]) -> dict[str, Any]:
         raise KvlabError(f"-p takes NAME=VALUE, not {wrong[0]!r}")
     try:
         return {name: yaml.safe_load(value) for name, _, value in pairs}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a date such as 2001-99-99
         raise KvlabError(f"-p takes values as in YAML: {' '.join(str(error).split())[:200]}") from None
 
 

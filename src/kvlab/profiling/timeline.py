@@ -96,7 +96,7 @@ def _rows(export: Export, table: str, name: str, condition: str = "1", needs: st
         return ()
     value = first_of(export, table, "returnValue")
     rows = export.rows(
-        f'SELECT {name}, CAST(start AS INTEGER), CAST("end" AS INTEGER), {value} FROM {table} '
+        f'SELECT {name}, CAST(start AS INTEGER), CAST("end" AS INTEGER), CAST({value} AS INTEGER) FROM {table} '
         f"WHERE {condition} ORDER BY start"
     )
     # Not asked in SQL: a damaged file has nulls in columns whose declaration says that there are none.

@@ -74,7 +74,7 @@ class Failure:
 
     def keep_message(self, error: BaseException, shortage: BaseException) -> None:
         """The exception with its causes, as Python prints it, and how it reads; ``shortage`` is its headline."""
-        self.headline = f"{type(shortage).__name__}: {shortage}".removesuffix(": ")
+        self.headline = "".join(traceback.format_exception_only(shortage)).strip()
         self._part("message.txt", lambda: self._text(error))
         self._part("diagnosis.json", lambda: self._diagnosis(error))
 

@@ -88,6 +88,7 @@ class FlightRecorder:
             self._sampler.mark(name)
 
     def _make_folder(self) -> None:
+        self.folder = self.folder.absolute()  # the program may go to another folder before it fails
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(13, os.strerror(13), str(self.folder))
@@ -165,7 +166,8 @@ class FlightRecorder:
         self._complained = True
         try:
             text = f"{type(what).__name__}: {what}" if isinstance(what, BaseException) else str(what)
-            print(f"kvlab flight recorder: {' '.join(text.split())[:500]}", file=sys.stderr, flush=True)
+            line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())[:500])
+            print(f"kvlab flight recorder: {line}", file=sys.stderr, flush=True)
         except Exception:  # standard error may be closed, full or gone
             pass
 
@@ -182,7 +184,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         yield one
         context = None if one.__suppress_context__ else one.__context__
         waiting += [each for each in (one.__cause__, context) if each is not None]
-        waiting += getattr(one, "exceptions", ())
+        if isinstance(one, BaseExceptionGroup):  # others may have an attribute of this name too
+            waiting += one.exceptions
 
 
 def is_out_of_memory(error: BaseException) -> bool:

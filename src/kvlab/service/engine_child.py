@@ -83,6 +83,8 @@ def _listen(connection: Connection, commands: queue.SimpleQueue) -> None:
             commands.put(connection.recv())
     except (EOFError, OSError):
         os._exit(0)
+    except MemoryError:  # half a command is read and lost: an engine that is deaf would serve nobody and not end
+        os._exit(EXIT_OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ class Sequence:
         """The next token from the logits (V,) of the last position."""
         if self.start.temperature == 0:
             return int(logits.argmax())
-        weights = (logits.float() / self.start.temperature).softmax(-1)
-        return int(torch.multinomial(weights, 1, generator=self.generator))
+        # From the largest down and in double: next to zero a temperature makes -inf of the others, and never a NaN.
+        scaled = (logits - logits.max()).double() / self.start.temperature
+        return int(torch.multinomial(scaled.softmax(-1).float(), 1, generator=self.generator))
 
     def end_after(self, token: int) -> str | None:
         """Why the text ends with this token, None if it goes on."""

@@ -70,8 +70,11 @@ def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess)
 
 
 def listen(front: FrontSettings) -> socket.socket:
-    """A listening socket, and its address on stdout: with port 0 nobody else knows it."""
-    listener = socket.create_server((front.host, front.port), backlog=2048)
+    """A listening socket, and its address on stdout: with port 0 nobody else knows it. Raises ServiceError."""
+    try:
+        listener = socket.create_server((front.host, front.port), backlog=2048)
+    except OSError as error:
+        raise ServiceError(f"cannot listen: {error.strerror}") from None
     print(f"listening on http://{front.host}:{listener.getsockname()[1]}", flush=True)
     return listener
 

@@ -64,7 +64,7 @@ class Tenants:
     def read(cls, path: Path) -> Self:
         """From YAML: a mapping of names to the fields of ``Tenant``. Raises TenantsError."""
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = _parsed(path)
             if not isinstance(content, dict) or not content:
                 raise TenantsError(f"{path}: write one mapping of tenant names to key, kv_tokens or kv_share, queue")
             return cls({_checked_name(name): Tenant.model_validate(fields) for name, fields in content.items()})
@@ -72,8 +72,6 @@ class Tenants:
             first = error.errors(include_input=False)[0]  # the input may hold a key
             where = ".".join(str(part) for part in first["loc"])
             raise TenantsError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
-        except (yaml.YAMLError, UnicodeDecodeError):
-            raise TenantsError(f"{path} is not YAML") from None
 
     def quotas(self, capacity_tokens: int) -> dict[str, Quota]:
         return {name: tenant.quota(capacity_tokens) for name, tenant in self.by_name.items()}
@@ -98,6 +96,13 @@ class Tenants:
         if ANONYMOUS in self.by_name and (not key or not self._with_key):
             return ANONYMOUS
         raise UnknownTenant("give the API key of a tenant, or its name in the header X-Tenant")
+
+
+def _parsed(path: Path) -> object:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError: a date such as 2001-99-99
+        raise TenantsError(f"{path} is not YAML") from None
 
 
 def _checked_name(name: object) -> str:

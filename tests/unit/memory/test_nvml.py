@@ -347,6 +347,16 @@ def test_a_process_that_has_ended_is_not_mistaken_for_another():
         ProcessSource(child.pid)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may join groups")
+def test_a_process_of_a_user_in_hundreds_of_groups_is_sampled():
+    waits = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, extra_groups=range(10**9, 10**9 + 600)) as child:
+        source = ProcessSource(child.pid)
+        assert source.read().resident_bytes > 0
+        source.close()
+        child.communicate(b"\n")
+
+
 CARD = CardReading("0", "v1", 24576 * MIB, 1000 * MIB, None, None, 0.5, None, (ProcessUse(7, None),))
 ENTRIES = [
     Sample(0.0, (CARD,), None),

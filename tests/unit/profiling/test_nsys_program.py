@@ -73,6 +73,12 @@ def test_the_report_is_found_under_the_name_of_each_version(tmp_path, version, e
     assert summarise_export(profile.export).api
 
 
+def test_an_nsys_in_this_folder_is_found_by_its_relative_path(tmp_path, monkeypatch):
+    there = stand_in(tmp_path, "2024.6.2.225")
+    monkeypatch.chdir(there.parent)
+    assert Nsys.find(Path(there.name)).path == there
+
+
 def test_only_flags_that_the_version_knows_are_passed(tmp_path):
     nsys = Nsys.find(stand_in(tmp_path, "2020.1.1.8", help_text="--trace= --sample= --output=", ending="qdrep"))
     run_profiled(nsys, ["true"], tmp_path / "run")

@@ -122,6 +122,16 @@ def test_a_virtual_table_and_a_computed_column_are_not_evaluated(tmp_path):
     assert [call.name for call in summarise_export(path).api] == ["0", "1", "2"]
 
 
+def test_text_in_the_place_of_a_returned_number_is_not_repeated(tmp_path):
+    path = write_export(tmp_path / "a.sqlite", without=("CUPTI_ACTIVITY_KIND_RUNTIME",))
+    run(
+        path,
+        'CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, "end", nameId, returnValue)',
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (1, 2, 0, char(27) || ']0;title')",
+    )
+    assert [failure.said for failure in timeline.timeline_of_export(path).failures] == ["returned 0"]
+
+
 def test_triggers_and_writes_cannot_happen(tmp_path):
     path = write_export(tmp_path / "a.sqlite")
     run(path, "CREATE TRIGGER t AFTER INSERT ON StringIds BEGIN DELETE FROM NVTX_EVENTS; END")

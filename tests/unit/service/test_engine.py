@@ -1,10 +1,14 @@
 """The engine under a real budget: who ends when the allocator refuses, and what is free afterwards."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kvlab.budget import run_under_budget
 from kvlab.memory.footprint import kv_bytes_per_token
 from kvlab.model import load_config
+from kvlab.service.engine_child import EXIT_OUT_OF_MEMORY
 from kvlab.service.price import Price
 from kvlab.service.rehearsal import SMALL_OBJECTS_BYTES
 from kvlab.service.settings import EngineSettings
@@ -134,3 +138,19 @@ def test_what_is_reserved_covers_what_is_held_and_little_more(cases, tiny_model,
     seen = cases[f"one {policy}"]
     assert seen["ended"] == {0: "length"}
     assert 0.85 * reserved_bytes <= seen["peak_bytes"] <= reserved_bytes + SMALL_OBJECTS_BYTES
+
+
+def test_an_engine_that_has_no_memory_for_a_command_ends_and_does_not_go_deaf():
+    code = """
+import queue, threading
+from kvlab.service.engine_child import _listen
+
+class Full:
+    def recv(self):
+        raise MemoryError
+
+listening = threading.Thread(target=_listen, args=(Full(), queue.SimpleQueue()))
+listening.start()
+listening.join()
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == EXIT_OUT_OF_MEMORY

@@ -103,6 +103,13 @@ def test_a_seed_makes_sampling_reproducible(ask):
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-45, 5e-324])
+def test_a_temperature_next_to_zero_is_zero_and_costs_nobody_the_engine(ask, temperature):
+    greedy, sampled = (ask(temperature=t, max_tokens=20, ignore_eos=True) for t in (0, temperature))
+    assert sampled.status_code == 200, sampled.text
+    assert sampled.json()["choices"] == greedy.json()["choices"]
+
+
 def test_token_ids_are_a_prompt_too(ask):
     assert ask(prompt=[65, 66, 67]).json()["usage"]["prompt_tokens"] == 3
 

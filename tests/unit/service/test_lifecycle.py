@@ -153,6 +153,7 @@ def test_an_engine_whose_device_may_be_spoiled_ends_itself_with_the_reason_in_th
         (["--policy", "magic"], "--policy"),
         (["--budget", "many"], "many"),
         (["--sinks", "9", "--max-total-tokens", "8"], "sinks"),
+        (["--host", "192.0.2.1"], "kvlab: cannot listen: "),  # an address for documentation, nobody's own
     ],
 )
 def test_a_service_that_cannot_start_says_why_in_one_line(arguments, reason, tiny_model):

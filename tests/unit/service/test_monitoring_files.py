@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kvlab.service.monitoring.prometheus import run_prometheus
 
 def kvlab_monitoring(*arguments: str | Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "kvlab.cli", "monitoring", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
 
 
 def test_the_command_writes_the_files_and_names_them_in_json(tmp_path):
@@ -58,7 +59,21 @@ def test_what_cannot_be_done_is_said_in_one_line(tmp_path, bad):
     assert not (tmp_path / "dir").exists()
 
 
-@pytest.mark.parametrize("runbook", ["", "a b", 'a"', "a#b", "a\nb", "{{ .x }}"])
+@pytest.mark.parametrize("options", [[], ["--force"]])
+def test_a_name_in_use_by_what_is_no_file_is_refused_at_once(tmp_path, options):
+    os.mkfifo(tmp_path / "alerts.yml")
+    done = kvlab_monitoring(tmp_path, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "alerts.yml, which is no file" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["gpu-7", "gpu-7:٨٠٠٠", "a b:1", "a:1\n"])
+def test_a_target_that_prometheus_would_not_take_is_refused(target):
+    with pytest.raises(MonitoringError, match="HOST:PORT"):
+        monitoring_files(target=target)
+
+
+@pytest.mark.parametrize("runbook", ["", "a b", 'a"', "a#b", "a\nb", "{{ .x }}", "a\x1b", "a\ud800"])
 def test_a_runbook_that_would_break_the_yaml_is_refused(runbook):
     with pytest.raises(MonitoringError, match="one address"):
         monitoring_files(runbook=runbook)

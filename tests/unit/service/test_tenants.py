@@ -74,6 +74,9 @@ def test_a_key_shows_in_no_representation(tenants):
         ("[1, 2]", "mapping"),
         ("", "mapping"),
         ("a: {", "YAML"),
+        ("[" * 3000, "YAML"),
+        ("a: 2001-99-99", "YAML"),
+        ("a: !!int x", "YAML"),
         ("a: {kv_tokens: 5, quota: 3}", "quota"),
     ],
 )

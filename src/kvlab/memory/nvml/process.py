@@ -32,7 +32,9 @@ class ProcessSource:
 
     def read(self) -> ProcessReading:
         try:
-            status = os.pread(self._status, 4096, 0)
+            status = b""
+            while part := os.pread(self._status, 4096, len(status)):  # a user may be in hundreds of groups
+                status += part
         except ProcessLookupError:
             raise ProcessUnreadable(f"process {self.pid} has ended") from None
         kib = {name: 1024 * int(value) for name, value in _FIELD.findall(status)}

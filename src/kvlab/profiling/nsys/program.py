@@ -46,7 +46,8 @@ class Nsys:
     @classmethod
     def find(cls, given: Path | str | None = None) -> Nsys:
         """The program at ``given``, or on PATH; NsysError says where to get it."""
-        found = shutil.which(str(given or "nsys"))
+        # Absolute, or the ./nsys of this folder, which Path makes nsys of, would be looked for on PATH.
+        found = shutil.which("nsys" if given is None else str(Path(given).absolute()))
         if found is None and given is not None:
             raise NsysError(f"no program at {given}: --nsys takes the path of nsys itself")
         if found is None:

@@ -50,6 +50,8 @@ def write_monitoring(folder: Path, *, overwrite: bool = False, **options: str | 
     written = {folder / name: text for name, text in monitoring_files(**options).items()}
     folder.mkdir(parents=True, exist_ok=True)
     differing = [path.name for path, text in written.items() if path.exists() and not _holds(path, text)]
+    if odd := [name for name in differing if not (folder / name).is_file()]:  # a FIFO would wait for ever
+        raise MonitoringError(f"{folder} holds {', '.join(odd)}, which is no file: name another folder")
     if differing and not overwrite:
         raise MonitoringError(f"{folder} has its own {', '.join(differing)}: name another folder, or pass --force")
     for path, text in written.items():
@@ -58,7 +60,7 @@ def write_monitoring(folder: Path, *, overwrite: bool = False, **options: str | 
 
 
 def _require(pattern: str, value: str, rule: str) -> None:
-    if not re.fullmatch(pattern, value):
+    if not re.fullmatch(pattern, value, re.ASCII) or not value.isprintable():
         raise MonitoringError(f"{rule}, not {value!r}")
 
 
