@@ -4,6 +4,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvlab.cache import CachePolicy, SlidingWindowCache, StaticKVCache
+from kvlab.profiling import nvtx
 
 from .messages import Start
 from .price import window_rows
@@ -33,7 +34,8 @@ class Sequence:
             self.cache = make_cache(self.model, self.settings, self.request_tokens)
         chunk = self.waiting[: self.settings.prefill_chunk]
         ids = chunk.long()[None].to(self.model.device)  # (1, q)
-        logits = self.model(ids, cache=self.cache, logits_to_keep=1).logits[0, -1]
+        with nvtx.range("decode" if self.generated else "prefill"):
+            logits = self.model(ids, cache=self.cache, logits_to_keep=1).logits[0, -1]
         self.waiting = self.waiting[len(chunk) :]
         if len(self.waiting):
             return None
