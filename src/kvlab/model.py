@@ -1,5 +1,7 @@
 """What a lab runs: the bundled model, any Hugging Face id or folder, or a shape without weights."""
 
+from __future__ import annotations
+
 import copy
 import hashlib
 from collections.abc import Iterator
@@ -9,16 +11,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import transformers  # its names are loaded when they are first used, which takes seconds
 from huggingface_hub import constants as hub
 from huggingface_hub.utils import get_session
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from kvlab.bundled import (
     BUNDLED_MODEL,
@@ -100,17 +95,17 @@ class UnknownModel(KvlabError):
     """The name is no bundled model, shape, folder, config.json or reachable Hugging Face id."""
 
 
-def load_config(name: str | Path) -> PreTrainedConfig:
+def load_config(name: str | Path) -> transformers.PreTrainedConfig:
     """The transformers config of a shape, a folder, a ``config.json`` file or a Hugging Face id.
 
     Shapes come first and need neither files nor network. Raises UnknownModel.
     """
     if name in SHAPES:
-        return AutoConfig.for_model(**SHAPES[name])
+        return transformers.AutoConfig.for_model(**SHAPES[name])
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
-        return _read(AutoConfig, name, path, local_files_only=True)
-    return _from_pretrained(AutoConfig, name)
+        return _read(transformers.AutoConfig, name, path, local_files_only=True)
+    return _from_pretrained(transformers.AutoConfig, name)
 
 
 def load_model(
@@ -118,7 +113,7 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """A causal language model in eval mode, its parameters in ``dtype`` on ``device``.
 
     The bundled model's weights are dequantised from 4 bits: what it computes is real, what it scores is not
@@ -126,7 +121,7 @@ def load_model(
     ModelNotFetched when it is not in the cache directory, UnknownModel when any other name cannot be loaded.
     """
     model, report = _from_pretrained(
-        AutoModelForCausalLM,
+        transformers.AutoModelForCausalLM,
         name_or_path,
         dtype=dtype,
         attn_implementation=attn_implementation,
@@ -137,17 +132,17 @@ def load_model(
     return model.to(device).eval()
 
 
-def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str | Path) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer of a bundled model, a folder or a Hugging Face id; raises as ``load_model`` does."""
-    return _from_pretrained(AutoTokenizer, name_or_path)
+    return _from_pretrained(transformers.AutoTokenizer, name_or_path)
 
 
 def random_model(
-    config: PreTrainedConfig,
+    config: transformers.PreTrainedConfig,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """A model of this shape with random weights, in eval mode: same bytes and same kernels, no meaning.
 
     The weights come from torch's global generator; seed it first for a reproducible model. Raises
@@ -155,7 +150,9 @@ def random_model(
     """
     config = copy.deepcopy(config)  # from_config writes dtype and attention into it
     with _one_line_errors(f"a random {config.model_type}"), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
     return model.eval()
 
 

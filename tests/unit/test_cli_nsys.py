@@ -114,16 +114,17 @@ def test_the_programs_status_and_output_come_through(kvlab, tmp_path):
     def run(*arguments):
         for _ in range(3):  # nsys 2022.4 now and then dies itself before the program starts (sem_open)
             command = [sys.executable, "-m", "kvlab.cli", "nsys-run", *arguments]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             if "left no report" not in done.stderr:
                 return done.returncode, done.stdout, done.stderr
         pytest.skip("the installed nsys does not record here")
 
-    code, out, err = run("-o", "run", "--", "sh", "-c", "echo hello --json; exit 9")
+    code, out, err = run("-o", str(tmp_path / "run"), "--", "sh", "-c", "echo hello --json; exit 9")
     assert code == 9, err
     assert "hello --json" in out
-    assert "kvlab nsys run.sqlite" in out
-    code, out, err = run("--json", "-o", "again", "--", "sh", "-c", "echo hello")
-    assert (code, json.loads(out)["exit_status"], json.loads(out)["export"]) == (0, 0, "again.sqlite")
+    assert f"kvlab nsys {tmp_path / 'run.sqlite'}" in out
+    again = tmp_path / "again"
+    code, out, err = run("--json", "-o", str(again), "--", "sh", "-c", "echo hello")
+    assert (code, json.loads(out)["exit_status"], json.loads(out)["export"]) == (0, 0, f"{again}.sqlite")
     assert "hello" in err
-    assert kvlab("nsys", tmp_path / "again.sqlite", "--json")[0] == 0
+    assert kvlab("nsys", f"{again}.sqlite", "--json")[0] == 0

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvlab.cli.base import Json, app, wide_console
+from kvlab.cli.base import Json, app, printable, wide_console
 from kvlab.errors import KvlabError
 
 
@@ -132,13 +132,8 @@ def _owners_table(read: Any, most: int = 10) -> Table:
         counts[owner] += 1
     table = Table("in use, asked for by", Column("blocks", justify="right"), Column("bytes", justify="right"))
     for owner, size in sizes.most_common(most):
-        table.add_row(_printable(owner), f"{counts[owner]:,}", f"{size:,}")
+        table.add_row(printable(owner), f"{counts[owner]:,}", f"{size:,}")
     return table
-
-
-def _printable(text: str) -> str:
-    """A text from a file that anyone may have made, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvlab.cli.base import Json, app, wide_console
+from kvlab.cli.base import Json, app, printable, wide_console
 from kvlab.errors import KvlabError
 
 MOST_ROWS = 15
@@ -139,20 +139,15 @@ def _lines(summary: Any) -> list[str]:
     peak = summary.memory_peak_bytes
     recorder = f"nsys {summary.product_version or '(version unknown)'}, schema {summary.schema_version or 'unknown'}"
     return [
-        _printable(f"GPUs: {', '.join(summary.gpus) or 'none recorded'}; written by {recorder}"),
+        printable(f"GPUs: {', '.join(summary.gpus) or 'none recorded'}; written by {recorder}"),
         "memory peak: " + ("not recorded" if peak is None else f"{peak:,} bytes ({peak / 2**30:.2f} GiB)"),
-        *(_printable(f"note: {note}") for note in summary.notes),
+        *(printable(f"note: {note}") for note in summary.notes),
     ]
 
 
 def _name(text: str) -> Text:
     """A name from a file, in one line: its beginning and its end where it is long, as templates are."""
-    text = _printable(text)
+    text = printable(text)
     if len(text) > LONGEST_NAME:
         text = f"{text[: LONGEST_NAME - 21]}…{text[-20:]}"
     return Text(text)
-
-
-def _printable(text: str) -> str:
-    """A text from a file that anyone may have made, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -18,7 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Column, Table
 
-from kvlab.cli.base import app
+from kvlab.cli.base import app, printable
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class _Screen:
         for card in sample.cards:
             self._row(table, f"GPU {card.card}", f"{_memory(card)}, {_busy(card)}")
             for process in card.processes or ():
-                table.add_row(f"  pid {process.pid}", _mib(process.used_bytes), "", _printable(process.name or ""))
+                table.add_row(f"  pid {process.pid}", _mib(process.used_bytes), "", printable(process.name or ""))
         if sample.process:
             self._row(table, f"process {sample.process.pid}", _resident(sample))
         return Group(table, f"{sample.t_s:.1f} s", *self._notices)
@@ -220,8 +220,3 @@ def _bars(sizes: Any) -> str:
     """Sizes as bars from 0 to the largest."""
     top = max(sizes, default=0) or 1
     return "".join(_BARS[size * (len(_BARS) - 1) // top] for size in sizes)
-
-
-def _printable(text: str) -> str:
-    """The name of somebody's process, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -13,7 +13,8 @@ import uvicorn
 from kvlab.errors import KvlabError
 from kvlab.model import load_config, load_tokenizer
 
-from .app import Front, create_app
+from .app import create_app
+from .completion import Front
 from .dispatch import Dispatcher
 from .http import Connection
 from .metrics import Metrics

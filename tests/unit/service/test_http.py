@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from kvlab.cache import CachePolicy
 from kvlab.service.launch import running
 from kvlab.service.load import ask as streamed
 from kvlab.service.load import client_of, short_then_long
@@ -125,7 +126,7 @@ def test_a_stop_string_ends_the_text_and_frees_the_request(service, ask):
 def test_the_policy_in_force_is_published(service):
     policy = httpx.get(f"{service.url}/v1/cache/policy").json()
     assert policy["policy"] == "sliding"
-    assert policy["cache"] == {"eviction": "ring", "max_total_tokens": 128, "sinks": 4}
+    assert CachePolicy.model_validate(policy["cache"]) == CachePolicy(max_total_tokens=128, sinks=4)
     assert policy["bytes_per_token"] == 8192
     assert policy["capacity_tokens"] == service.metrics()["kv_cache_capacity_tokens"] > 0
 

@@ -10,8 +10,12 @@ import time
 import httpx
 import pytest
 
+from kvlab.service.engine_child import EXIT_DEVICE_UNUSABLE
 from kvlab.service.launch import ServiceProcess, running
 from kvlab.service.load import ask, client_of, short_then_long
+from kvlab.service.messages import Start
+from kvlab.service.process import EngineProcess
+from kvlab.service.settings import EngineSettings
 
 LOAD = {"short": ["short"] * 4, "long": "x" * 1_500, "short_tokens": 300}
 STATIC = ["--policy", "static", "--max-total-tokens", "512", "--budget", "24MiB"]
@@ -130,6 +134,16 @@ def _sigterm_finishes_what_runs_and_refuses_what_waits(service, model):
     assert refused == 8 - done > 0
     assert waiting_then > 0
     assert service.process.wait(30) == 0
+
+
+def test_an_engine_whose_device_may_be_spoiled_ends_itself_with_the_reason_in_the_log(tiny_model, capfd):
+    """A token beyond the vocabulary, which the front would have refused; on CUDA it is a device-side assert."""
+    engine = EngineProcess(EngineSettings(model=str(tiny_model), budget_bytes=2**24, max_total_tokens=64))
+    for kind, _ in engine.reports():
+        if kind == "ready":
+            engine.send(Start(1, (70_000).to_bytes(4, "little"), 5, 0.0, None, ()))
+    assert engine.end() == EXIT_DEVICE_UNUSABLE
+    assert "no later step could be trusted: IndexError: index out of range in self" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
