@@ -12,7 +12,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kvlab.cli import bench, labs, memory, model, monitoring, nsys, serve, watch  # noqa: F401  (each adds its verbs)
-from kvlab.cli.base import app
+from kvlab.cli.base import app, printable
 from kvlab.errors import KvlabError
 
 
@@ -42,8 +42,7 @@ def main() -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(message.split()))
-    print(f"kvlab: {line}", file=sys.stderr)  # a file's name can hold what would steer a terminal
+    print(f"kvlab: {printable(' '.join(message.split()))}", file=sys.stderr)
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to flush at exit
     sys.exit(2)
