@@ -68,6 +68,9 @@ class Completion:
             return error_response(error)
         except ClientDisconnect:
             return LOST_CLIENT
+        except Exception:
+            self.outcome = "internal_error"
+            raise
         finally:
             if not streamed:
                 self.close()

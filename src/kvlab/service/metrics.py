@@ -15,6 +15,7 @@ OUTCOMES = (
     "out_of_memory",
     "engine_lost",
     "shutting_down",
+    "internal_error",
 )
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
@@ -17,7 +17,10 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(BaseModel):
-    """What a client may ask. ``ignore_eos`` is vLLM's: go on to ``max_tokens`` whatever comes."""
+    """What a client may ask. ``ignore_eos`` is vLLM's: go on to ``max_tokens`` whatever comes.
+
+    Some clients always send the fields from ``n`` to ``logprobs``; they are taken where they ask for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,8 +33,21 @@ class CompletionRequest(BaseModel):
     stream_options: StreamOptions | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    top_p: float = Field(default=1.0, ge=1, le=1)
+    frequency_penalty: float = Field(default=0.0, ge=0, le=0)
+    presence_penalty: float = Field(default=0.0, ge=0, le=0)
+    echo: Literal[False] = False
+    logprobs: None = None
     user: str | None = None
     ignore_eos: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_of_a_list(cls, prompt: Any) -> Any:
+        """OpenAI takes lists of prompts; a list of one is that prompt, and more are refused as no text."""
+        is_list_of_one = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
+        return prompt[0] if is_list_of_one else prompt
 
     @property
     def stops(self) -> list[str]:

@@ -114,6 +114,17 @@ def test_token_ids_are_a_prompt_too(ask):
     assert ask(prompt=[65, 66, 67]).json()["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("prompt", [["ABC"], [[65, 66, 67]]])
+def test_a_list_of_one_prompt_is_that_prompt(ask, prompt):
+    assert ask(prompt=prompt).json()["usage"]["prompt_tokens"] == 3
+
+
+def test_fields_that_ask_for_nothing_are_taken(ask):
+    neutral = {"top_p": 1.0, "n": 1, "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "echo": False}
+    answer = ask(**neutral, logprobs=None, stop=None, user="ada")
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_stop_string_ends_the_text_and_frees_the_request(service, ask):
     whole = ask(temperature=0, max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
     stop = whole[10:13]
@@ -151,6 +162,10 @@ BAD_FIELDS = [
     ({"n": 2}, "n"),
     ({"best_of": 2}, "best_of"),
     ({"stream": "yes"}, "stream"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"echo": True}, "echo"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"prompt": ["a", "b"]}, "prompt"),
 ]
 
 
