@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import sysconfig
 from pathlib import Path
 
+from kvlab.lab import provenance
 from kvlab.lab.run import LabError, Run
 from kvlab.lab.runner import LabResult
 from kvlab.lab.stage import NOT_SHOWN, write_normalised
@@ -32,6 +34,8 @@ def keep(result: LabResult, recordings: Path) -> Path:
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         shutil.copytree(result.folder, fresh, ignore=shutil.ignore_patterns(*NOT_SHOWN))
+        for log in fresh.glob("*.log"):
+            log.write_text(_without_paths(log.read_text(encoding="utf-8")), encoding="utf-8")
         write_normalised(result.folder / "executed.ipynb", fresh / f"{result.lab}.ipynb")
         files = sorted(path for path in fresh.iterdir() if path.is_file())
         if telling := [path.name for path in files if PATH_OF_A_MACHINE.search(path.read_bytes())]:
@@ -43,3 +47,16 @@ def keep(result: LabResult, recordings: Path) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+def _without_paths(log: str) -> str:
+    """A traceback names files from the checkout, from site-packages or from the standard library on."""
+    installed = sysconfig.get_paths()
+    for folder, name in (
+        (installed["purelib"], "site-packages"),
+        (installed["platlib"], "site-packages"),
+        (installed["stdlib"], "python"),
+        (str(provenance.repository()), "."),
+    ):
+        log = log.replace(folder, name)
+    return log

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 
 import pytest
 
@@ -40,6 +42,18 @@ def test_a_run_that_names_a_path_of_the_machine_is_not_kept_and_the_old_one_stay
         keep(result, checkout.root / "recordings")
     assert (folder / "SHA256SUMS").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == ["01-tiny"]
+
+
+def test_a_traceback_in_a_log_keeps_its_files_and_loses_where_they_lie(checkout):
+    (result,) = run_labs(["01-tiny"], device="cpu")
+    places = (pytest.__file__, json.__file__, checkout.root / "labs" / "cell.py")
+    (result.folder / "request.log").write_text("".join(f'  File "{place}", line 1\n' for place in places))
+    kept = (keep(result, checkout.root / "recordings") / "request.log").read_text()
+    assert re.findall('"(.*)"', kept) == [
+        "site-packages/pytest/__init__.py",
+        "python/json/__init__.py",
+        "./labs/cell.py",
+    ]
 
 
 def test_a_red_run_is_not_kept(checkout):
