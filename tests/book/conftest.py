@@ -27,8 +27,9 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
     return built(source)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Closed with its module: while Playwright is open, this thread's event loop runs, and no test may have one."""
     yield from open_browser()
 
 
