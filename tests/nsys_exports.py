@@ -4,12 +4,12 @@ The scene: a prefill and two decode steps, the second of which is cut off; three
 succeed and one that returns 2; memory that rises to 30 MiB, falls, and ends at 26 MiB.
 """
 
-import os
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shared_data import at_hand
 
 MIB = 1 << 20
 PROCESS = 0x0001_0000_2A00_0000  # a globalPid: machine 1, process 42
@@ -151,9 +151,8 @@ def _tables(schema: Schema):
 
 def recorded() -> Path | None:
     """An export of a real run, if it is at hand; it is another's and not part of the project."""
-    named = os.environ.get("KVLAB_SHARED_DATA")
-    places = [Path(named)] if named else [parent / "shared" / "data" for parent in Path(__file__).parents]
-    return next(iter(sorted(path for place in places for path in (place / "nsys").glob("*.sqlite"))), None)
+    folder = at_hand("nsys")
+    return next(iter(sorted(folder.glob("*.sqlite"))), None) if folder else None
 
 
 needs_recorded = pytest.mark.skipif(

@@ -1,13 +1,13 @@
 """kvlab snapshot and kvlab replay: what other programs rely on, on files the allocator model has written."""
 
 import json
-import os
 import pickle
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from shared_data import at_hand
 
 from kvlab import cli
 from kvlab.memory.allocator import CachingAllocator, Device
@@ -220,9 +220,8 @@ def test_the_page_shows_what_the_commands_print(kvlab, tmp_path, monkeypatch):
 
 
 def recordings() -> list[Path]:
-    named = os.environ.get("KVLAB_SHARED_DATA")
-    places = [Path(named)] if named else [parent / "shared" / "data" for parent in Path(__file__).parents]
-    return sorted(path for place in places for path in (place / "snapshots").glob("*.pickle"))
+    folder = at_hand("snapshots")
+    return sorted(folder.glob("*.pickle")) if folder else []
 
 
 @pytest.mark.skipif(

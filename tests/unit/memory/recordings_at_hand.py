@@ -2,18 +2,17 @@
 project."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from shared_data import at_hand
 
 MODEL_SNAPSHOT = Path(__file__).parents[2] / "data" / "allocator" / "model-run.pickle"
 
 
 def folder() -> Path | None:
-    named = os.environ.get("KVLAB_SHARED_DATA")
-    places = [Path(named)] if named else [parent / "shared" / "data" for parent in Path(__file__).parents]
-    return next((place / "snapshots" for place in places if (place / "snapshots" / "index.json").exists()), None)
+    index = at_hand("snapshots/index.json")
+    return index and index.parent
 
 
 def entries() -> list[dict]:

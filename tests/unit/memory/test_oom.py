@@ -6,7 +6,6 @@ import random
 import textwrap
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from shared_data import at_hand
 
 from kvlab.memory.oom import Diagnosis, diagnose, diagnose_exception, diagnose_file, diagnose_stream, render
 from kvlab.memory.oom.formats import FORMATS
@@ -21,7 +21,7 @@ from kvlab.memory.oom.template import anchor
 from kvlab.memory.oom.text import HINTS
 
 MIB, GIB = 2**20, 2**30
-SHARED = Path(__file__).parents[4] / "shared" / "data" / "oom-messages.jsonl"
+MESSAGES_AT_HAND = at_hand("oom-messages.jsonl")
 
 TORCH_2 = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of "
@@ -311,10 +311,10 @@ def test_each_engine_s_message_gives_its_family_and_figures(name):
     assert_reads(MESSAGES[name][0], name)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED.name} is not part of the project")
+@pytest.mark.skipif(MESSAGES_AT_HAND is None, reason="no real messages at hand (KVLAB_SHARED_DATA names their folder)")
 def test_real_messages_read_right():
     wrong = {}
-    for entry in map(json.loads, SHARED.read_text().splitlines()):
+    for entry in map(json.loads, MESSAGES_AT_HAND.read_text().splitlines()):
         reading = diagnose(entry["text"])
         expected = {key: value for key, value in entry.items() if key not in ("id", "text")}
         found = {key: getattr(reading, key) for key in expected}
