@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from kvlab.cli.base import app, printable
 from kvlab.errors import KvlabError
 
 if TYPE_CHECKING:
-    from kvlab.memory.nvml import CardReading, Mark, Notice, Sample, Sources
+    from kvlab.memory.nvml import CardReading, Mark, Notice, Sample, Sources, StopRequest
 
     Entry = Sample | Mark | Notice
 
@@ -75,14 +74,16 @@ def watch(
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal also ends what is not looking at it."""
-    stop = threading.Event()
+def _stopped_by_signals() -> Iterator[StopRequest]:
+    """A request that SIGINT and SIGTERM make; a second signal also ends what is not looking at it."""
+    from kvlab.memory.nvml import StopRequest
+
+    stop = StopRequest()
 
     def ask(number: int, frame: Any) -> None:
-        if stop.is_set():
+        if stop.is_made:
             raise KeyboardInterrupt
-        stop.set()
+        stop.make()
 
     former = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -244,6 +244,32 @@ def test_a_signal_ends_it_in_order_with_every_line_whole(number, tmp_path):
     assert len(read_samples(kept).samples) >= 1
 
 
+INTERRUPTED_WAITS = """
+import signal, threading
+from kvlab.memory.nvml import StopRequest
+
+for number in range(400):
+    stop = {stop}
+    signal.signal(signal.SIGALRM, lambda *_: stop.{make}())
+    signal.setitimer(signal.ITIMER_REAL, 5e-4 + number * 1e-5)
+    while not stop.{is_made}:
+        stop.wait(1e-5)
+"""
+
+
+def interrupt_waits(**names: str) -> None:
+    subprocess.run([sys.executable, "-c", INTERRUPTED_WAITS.format(**names)], timeout=20, check=True)
+
+
+def test_a_signal_may_stop_it_at_any_moment_of_its_wait():
+    interrupt_waits(stop="StopRequest()", make="make", is_made="is_made")
+
+
+def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_interrupted():
+    with pytest.raises(subprocess.TimeoutExpired):
+        interrupt_waits(stop="threading.Event()", make="set", is_made="is_set()")
+
+
 def test_a_reader_that_goes_away_ends_it_in_order():
     watching = start("--interval=0.02")
     watching.stdout.readline()

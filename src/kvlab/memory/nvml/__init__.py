@@ -22,6 +22,7 @@ from kvlab.memory.nvml.sampler import (
     IntervalError,
     Sampler,
     Sources,
+    StopRequest,
     follow,
     sources_here,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "SampleFileError",
     "Sampler",
     "Sources",
+    "StopRequest",
     "UnknownCard",
     "follow",
     "memory_figure",

@@ -1,5 +1,6 @@
 """A sampler: looks at fixed moments, in a thread of its own, and keeps what it saw in memory and in a file."""
 
+import contextlib
 import math
 import threading
 import time
@@ -7,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from kvlab.errors import KvlabError
 from kvlab.memory.nvml.cards import GpuSource
@@ -97,16 +99,42 @@ def checked_interval(interval_s: float) -> float:
     return interval_s
 
 
+class StopRequest:
+    """Ends ``follow``; a signal handler may make it, at any moment.
+
+    ``threading.Event`` may not: its ``set`` takes a lock that the wait it interrupts may be holding, and then both
+    wait for ever. ``SimpleQueue.put`` is reentrant.
+    """
+
+    def __init__(self) -> None:
+        self._made = False
+        self._wake: SimpleQueue[None] = SimpleQueue()
+
+    def make(self) -> None:
+        self._made = True
+        self._wake.put(None)
+
+    @property
+    def is_made(self) -> bool:
+        return self._made
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is made or the time is up; for one waiter."""
+        with contextlib.suppress(Empty):
+            if not self._made:
+                self._wake.get(timeout=max(0.0, timeout_s))
+
+
 def follow(
-    sources: Sources, interval_s: float, stop: threading.Event, duration_s: float = math.inf
+    sources: Sources, interval_s: float, stop: StopRequest, duration_s: float = math.inf
 ) -> Iterator[Sample | Notice]:
-    """Samples at multiples of ``interval_s`` until ``stop`` is set, time is up or no source is left.
+    """Samples at multiples of ``interval_s`` until ``stop`` is made, time is up or no source is left.
 
     A moment that was slept through is left out, not made up for: ``t_s`` says when a sample was taken.
     """
     began_s = time.monotonic()
     due_s = 0.0
-    while not stop.is_set():
+    while not stop.is_made:
         t_s = time.monotonic() - began_s
         sample = sources.read(t_s)
         if sample.cards or sample.process:
@@ -148,7 +176,7 @@ class Sampler:
         self.cpu_s = 0.0
         self.sources = sources or sources_here()
         self._writer = SampleWriter(path) if path else None
-        self._stop = threading.Event()
+        self._stop = StopRequest()
         self._thread = threading.Thread(target=self._run, name="kvlab-sampler", daemon=True)
         self._began_s = time.monotonic()
 
@@ -174,7 +202,7 @@ class Sampler:
 
         A driver that hangs does not hang the program: its thread is left behind after ``HANGS_S``.
         """
-        self._stop.set()
+        self._stop.make()
         if self._thread.ident is not None:
             self._thread.join(HANGS_S)
         if self._writer:
