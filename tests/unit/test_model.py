@@ -103,9 +103,7 @@ def test_the_tokenizer_splits_numbers_into_digits_and_talks_in_turns(smollm2):
 
 def test_a_whole_model_is_not_fetched_again(smollm2):
     before = model_dir().stat()
-    started_s = time.monotonic()
     assert fetch_model() == model_dir()
-    assert time.monotonic() - started_s < 8  # it reads half a gigabyte to verify it
     assert model_dir().stat().st_ino == before.st_ino
 
 
