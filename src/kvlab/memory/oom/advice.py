@@ -3,11 +3,12 @@
 from kvlab.memory.oom.causes import TORCH_DEVICE, contradiction, gib, held_by_others
 from kvlab.memory.oom.model import Cause, Family, Figures, Size
 
+TGI_MODULES = ("text_generation_server", "text_generation_launcher", "text_generation_router", "text_generation_client")
 # The setting with which a server sizes its pool at start, by a name that its logs and tracebacks carry.
 POOL_SETTINGS = {
     "vllm": "vLLM's --gpu-memory-utilization",
     "sglang": "SGLang's --mem-fraction-static",
-    "text_generation_server": "TGI's --cuda-memory-fraction or --max-batch-total-tokens",
+    **dict.fromkeys(TGI_MODULES, "TGI's --cuda-memory-fraction or --max-batch-total-tokens"),
     "tensorrt_llm": "TensorRT-LLM's free_gpu_memory_fraction",
 }
 

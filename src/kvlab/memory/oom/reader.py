@@ -52,13 +52,17 @@ def _read(stream: TextIO) -> Findings:
     findings = Findings()
     for block in blocks(stream):
         if not findings.pool_of:
-            findings.pool_of = next((engine for engine in POOL_SETTINGS if engine in block.squeezed), None)
+            findings.pool_of = next((name for name in POOL_SETTINGS if name in block.squeezed), None)
         for found in failures(block):
             if len(findings.found) == MAX_EVENTS:
                 findings.truncated = True
                 return findings
-            if not (findings.found and _belongs_to(found, findings.found[-1])):
-                findings.found.append(found)
+            last = findings.found[-1] if findings.found else None
+            if last and _belongs_to(found, last):
+                continue
+            if last and _was_announced(found, last):
+                findings.found.pop()
+            findings.found.append(found)
     return findings
 
 
@@ -73,6 +77,12 @@ def _belongs_to(found: Found, last: Found) -> bool:
     last.figures.fill_from(found.figures)
     last.last_line_number = found.last_line_number
     return True
+
+
+def _was_announced(found: Found, last: Found) -> bool:
+    """Whether the line before only said that something died, and this one says of what."""
+    near = found.line_number - last.last_line_number <= last.format.announces
+    return bool(last.format.announces and near and found.family == last.family and found.format.is_oom is not False)
 
 
 def _judge(findings: Findings) -> Diagnosis:

@@ -27,10 +27,12 @@ LOOKS_LIKE_ERROR = re.compile(
 )
 # What stands before words that any program may write: nothing, or something that announces an error.
 ANNOUNCES_ERROR = re.compile(
-    r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:(\]]\s*$"
+    r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:\]]\s*$"
 )
+IN_BRACKETS = re.compile(r"\(\s*$")
+EXCEPTION_NAME = re.compile(r"(?:.{0,40}exceptiontype:\W{0,4})?(?:[\w.]{0,60}\.)?(?:_?array)?")
 READS_LIKE_ADVICE = re.compile(
-    r"\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
+    r"^\W*(?:fix|feat|chore)\w*\b|\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
     r"|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
 )
 
@@ -90,7 +92,7 @@ def _spans(block: Block, hits: list[Hit], mentions: bool, taken: list[Span]) -> 
         if nearest >= 0 and taken[nearest][1] > position - MENTION_REACH:
             continue
         match = compiled(entry.start).match(block.squeezed, position)
-        if not match or not _is_meant(entry, block, position):
+        if not match or block.squeezed.startswith(entry.denials, match.end()) or not _is_meant(entry, block, position):
             continue
         end = _message_end(hits, index, match.end(), len(block.squeezed))
         figures, claimed_until = _read_figures(entry, block.squeezed, match, end)
@@ -104,14 +106,17 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         before = block.squeezed[block.start_of_line(position) : position]
         after = position + len(anchor(entry.start))
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
-        return ends_line and bool(re.fullmatch(r"(?:[\w.]{0,60}\.)?(?:_?array)?", before))
-    if entry.mention:
+        return ends_line and bool(EXCEPTION_NAME.fullmatch(before))
+    if entry.mention or entry.term:
         line = without_prefix(without_colour(block.line_at(position)))[:2000].lower()
         if READS_LIKE_ADVICE.search(line):
             return False
-        before, words, _ = line.partition(entry.start.partition(" {")[0].lower())
+        if entry.term:
+            return True
+        before, words, after = line.partition(entry.start.partition(" {")[0].lower())
         if entry.family == "unknown":
-            return bool(words and ANNOUNCES_ERROR.search(before))
+            all_in_brackets = IN_BRACKETS.search(before) and not re.search(r"\w", after)
+            return bool(words and (all_in_brackets or ANNOUNCES_ERROR.search(before)))
         return bool(LOOKS_LIKE_ERROR.search(line))
     return True
 

@@ -29,7 +29,7 @@ HINTS += (
     "exit ",
     "mmap",
 )
-HINTS += ("indexerror", "paging", "constant", "evict")
+HINTS += ("indexerror", "paging", "constant", "evict", "kill", "exited with", "exits with", "exceeds", "out of resource", "in object store")
 
 ANSI = re.compile(r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])")
 
