@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvlab.memory.oom.formats import FORMATS, Format
 from kvlab.memory.oom.model import Family, Figures
 from kvlab.memory.oom.template import anchor, compiled, figures_of
-from kvlab.memory.oom.text import Block, without_colour, without_prefix
+from kvlab.memory.oom.text import Block, prefix_of, squeeze, without_markup, without_prefix
 
 MAX_HITS_PER_BLOCK = 20_000
 MAX_LINE_SHOWN = 240
@@ -66,8 +66,8 @@ def failures(block: Block) -> Iterator[Found]:
     hits = _hits(block.squeezed)
     spans = _spans(block, hits, mentions=False, taken=[])
     spans += _spans(block, hits, mentions=True, taken=spans)
-    for span in sorted(spans, key=lambda span: span[0]):
-        yield _found(block, *span)
+    found = [_found(block, *span) for span in sorted(spans, key=lambda span: span[0])]
+    yield from sorted(found, key=lambda failure: failure.line_number)
 
 
 def _hits(squeezed: str) -> list[Hit]:
@@ -108,7 +108,7 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
         return ends_line and bool(EXCEPTION_NAME.fullmatch(before))
     if entry.mention or entry.term:
-        line = without_prefix(without_colour(block.line_at(position)))[:2000].lower()
+        line = without_prefix(without_markup(block.line_at(position)))[:2000].lower()
         if READS_LIKE_ADVICE.search(line):
             return False
         if entry.term:
@@ -123,13 +123,19 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
 
 def _message_end(hits: list[Hit], index: int, start: int, length: int) -> int:
     """A message reaches to the next one that begins alike, and no further than messages do."""
-    literal = anchor(hits[index][2].start)[:16]
-    for position, _, entry in hits[index + 1 :]:
+    this = hits[index][2]
+    for position, _, other in hits[index + 1 :]:
         if position >= start + MESSAGE_CHARS:
             break
-        if position >= start and anchor(entry.start)[:16] == literal:
+        if position >= start and _begins_alike(this, other):
             return position
     return min(length, start + MESSAGE_CHARS)
+
+
+def _begins_alike(this: Format, other: Format) -> bool:
+    if anchor(other.start)[:16] == anchor(this.start)[:16]:
+        return True
+    return bool(this.figures) and this.figures is other.figures and "outofmemory." in anchor(other.start)
 
 
 def _read_figures(entry: Format, squeezed: str, match: re.Match[str], end: int) -> tuple[Figures, int]:
@@ -149,7 +155,8 @@ def _read_figures(entry: Format, squeezed: str, match: re.Match[str], end: int) 
 def _found(block: Block, start: int, end: int, entry: Format, figures: Figures) -> Found:
     squeezed, family = block.squeezed, entry.family
     if callable(family):
-        family = family(squeezed[max(start - 300, 0) : start], squeezed[start : start + 600])
+        prefix = squeeze(prefix_of(without_markup(block.line_at(start))))
+        family = family(squeezed[max(start - 300, 0) : start] + prefix, squeezed[start : start + 600])
     before = squeezed[max(start - TRACEBACK_CHARS, 0) : start]
     return Found(
         family=family,
@@ -164,5 +171,5 @@ def _found(block: Block, start: int, end: int, entry: Format, figures: Figures) 
 
 
 def _shown(line: str) -> str:
-    line = " ".join(without_colour(line).split())
+    line = " ".join(without_markup(line).split())
     return line if len(line) <= MAX_LINE_SHOWN else line[: MAX_LINE_SHOWN - 1] + "…"
