@@ -45,7 +45,7 @@ def _cause_from(f: Figures) -> Cause:
         return "request_larger_than_device"
     if limit_binds(f):
         return "memory_fraction"
-    if f.total and held_by_others(f) >= f.total.bytes / 2:
+    if f.total and f.allocated and held_by_others(f) >= f.total.bytes / 2:
         return "other_process"
     if f.tried and f.unallocated and f.unallocated.bytes >= f.tried.bytes:
         return "fragmentation"

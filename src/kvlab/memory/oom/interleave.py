@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-# What names the writer, near the beginning of a line: `[rank3]:`, `(Worker_TP1 pid=42)`, `vllm-1  | `, `[1,3]<stderr>:`.
+# What names the writer, early in a line: `[rank3]:`, `(Worker_TP1 pid=42)`, `vllm-1  | `, `[1,3]<stderr>:`.
 WRITER = re.compile(
     r"\[(?:rank|default)?\d{1,5}\]:|\(\w[^()]{0,80}\spid=\d{1,10}[^()]{0,60}\)|\[\d{1,4},\d{1,4}\]<std(?:err|out)>:"
     r"|^[\w.-]{1,64}\s{0,16}\|\s|\s(?:DP\d{1,3}\s)?TP\d{1,3}\]"

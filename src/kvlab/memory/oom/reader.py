@@ -99,7 +99,7 @@ def _event(found: Found, pool_of: str | None) -> Event:
     cause = cause_of(found.family, is_oom, found.format.cause, f)
     if cause == "device_full" and found.family == "torch_cuda" and pool_of and not found.loading_weights:
         cause = "static_pool"
-    advice = advice_for(found.family, is_oom, cause, f, pool_of)
+    advice = advice_for(found, cause, pool_of)
     if found.foreign:
         advice.append("PyTorch prints no tensor shape here: something wrapped or edited its message.")
     return Event(

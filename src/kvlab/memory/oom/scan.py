@@ -4,6 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvlab.memory.oom.formats import FORMATS, Format
 from kvlab.memory.oom.model import Family, Figures
@@ -12,6 +13,7 @@ from kvlab.memory.oom.text import Block, prefix_of, squeeze, without_markup, wit
 
 MAX_HITS_PER_BLOCK = 20_000
 MAX_LINE_SHOWN = 240
+MAX_LINE_JUDGED = 2000
 MESSAGE_CHARS = 1600
 # An exception's name or an explanation so close to a message belongs to the message.
 MENTION_REACH = 80
@@ -32,7 +34,8 @@ ANNOUNCES_ERROR = re.compile(
 IN_BRACKETS = re.compile(r"\(\s*$")
 EXCEPTION_NAME = re.compile(r"(?:.{0,40}exceptiontype:\W{0,4})?(?:[\w.]{0,60}\.)?(?:_?array)?")
 READS_LIKE_ADVICE = re.compile(
-    r"^\W*(?:fix|feat|chore)\w*\b|\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
+    r"^\W*(?:fix|feat|chore)\w*\b"
+    r"|\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
     r"|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
 )
 
@@ -66,8 +69,8 @@ def failures(block: Block) -> Iterator[Found]:
     hits = _hits(block.squeezed)
     spans = _spans(block, hits, mentions=False, taken=[])
     spans += _spans(block, hits, mentions=True, taken=spans)
-    found = [_found(block, *span) for span in sorted(spans, key=lambda span: span[0])]
-    yield from sorted(found, key=lambda failure: failure.line_number)
+    for span in sorted(spans, key=lambda span: (block.number_at(span[0]), span[0])):
+        yield _found(block, *span)
 
 
 def _hits(squeezed: str) -> list[Hit]:
@@ -108,7 +111,7 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
         return ends_line and bool(EXCEPTION_NAME.fullmatch(before))
     if entry.mention or entry.term:
-        line = without_prefix(without_markup(block.line_at(position)))[:2000].lower()
+        line = _as_prose(block.line_at(position))
         if READS_LIKE_ADVICE.search(line):
             return False
         if entry.term:
@@ -121,10 +124,16 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
     return True
 
 
+@lru_cache(maxsize=8)
+def _as_prose(line: str) -> str:
+    return without_prefix(without_markup(line[:MAX_LINE_JUDGED])).lower()
+
+
 def _message_end(hits: list[Hit], index: int, start: int, length: int) -> int:
     """A message reaches to the next one that begins alike, and no further than messages do."""
     this = hits[index][2]
-    for position, _, other in hits[index + 1 :]:
+    for place in range(index + 1, len(hits)):
+        position, _, other = hits[place]
         if position >= start + MESSAGE_CHARS:
             break
         if position >= start and _begins_alike(this, other):

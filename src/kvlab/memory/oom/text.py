@@ -34,7 +34,18 @@ HINTS += (
     "exit ",
     "mmap",
 )
-HINTS += ("indexerror", "paging", "constant", "evict", "kill", "exited with", "exits with", "exceeds", "out of resource", "in object store")
+HINTS += (
+    "indexerror",
+    "paging",
+    "constant",
+    "evict",
+    "kill",
+    "exited with",
+    "exits with",
+    "exceeds",
+    "out of resource",
+    "in object store",
+)
 
 ANSI = re.compile(
     r"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\)|[@-Z\\-_])"
@@ -42,7 +53,9 @@ ANSI = re.compile(
     r"|(?:\#033|\\033|\\x1b|\\u001b|\^\[)\[[0-9;]{0,16}m"
 )
 ANSI_SIGNS = ("\x1b", "033[", "1b[", "^[[")
-TAG = re.compile(r"</?(?:br|p|pre|code|samp|span|div|b|i|em|strong|font|li|ul|ol|td|tr|a|blockquote)\b[^<>]{0,200}>", re.I)
+TAG = re.compile(
+    r"</?(?:br|p|pre|code|samp|span|div|b|i|em|strong|font|li|ul|ol|td|tr|a|blockquote)\b[^<>]{0,200}>", re.I
+)
 
 # What loggers and runners put before each line of a message. Atomic, so that no line can make it backtrack.
 PREFIX = re.compile(
