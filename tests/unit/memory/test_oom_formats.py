@@ -151,6 +151,57 @@ MESSAGES = {
         ("cuda_assert", False, "not_memory"),
         {},
     ),
+    "tvm": (
+        "InternalError: Check failed: (e == cudaSuccess || e == cudaErrorCudartUnloading) is false: CUDA: out of memory",
+        ("cuda_runtime", True, "unknown"),
+        {},
+    ),
+    "faiss": (
+        "StandardGpuResources: alloc fail type FlatData dev 0 space Device stream 0x55 size 8589934592 bytes "
+        "(cudaMalloc error out of memory [2])",
+        ("cuda_runtime", True, "unknown"),
+        {"tried": 8589934592},
+    ),
+    "xgboost": (
+        "Memory allocation error on worker 0: std::bad_alloc: cudaErrorMemoryAllocation: out of memory\n"
+        "- Free memory: 1073741824\n- Requested memory: 4294967296",
+        ("cuda_runtime", True, "unknown"),
+        {"tried": 4294967296, "free": 1073741824},
+    ),
+    "mlc": (
+        "TVMError: Check failed: (output_res.IsOk()) is false: Insufficient GPU memory error: The available single GPU "
+        "memory is 20480.500 MB, which is less than the sum of model weight size (5120.000 MB) and temporary buffer "
+        "size (16384.000 MB).",
+        ("unknown", True, "unknown"),
+        {"tried": None, "free": 20480.5 * MIB},
+    ),
+    "directml": (
+        "RuntimeError: Could not allocate tensor with 8388608 bytes. There is not enough GPU video memory available!",
+        ("unknown", True, "unknown"),
+        {"tried": 8388608},
+    ),
+    "tpu-device": (
+        "Bad StatusOr access: RESOURCE_EXHAUSTED: Failed to allocate 3.00GB on device",
+        ("xla", True, "unknown"),
+        {"tried": 3 * GIB},
+    ),
+    "neuron": (
+        "ERROR  NRT:nrt_tensor_allocate  Failed to allocate 2147483648 bytes on NC 0",
+        ("unknown", True, "unknown"),
+        {"tried": 2147483648},
+    ),
+    "windows-in-german": (
+        "OSError: [WinError 1455] Die Auslagerungsdatei ist zu klein, um diesen Vorgang durchzuführen.",
+        ("torch_cpu", True, "host_memory"),
+        {},
+    ),
+    "code-before-what-it-raised": (
+        '    raise ValueError("No available memory for the cache blocks. "\n'
+        '                     "Try increasing `gpu_memory_utilization` when "\n'
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
+        ("vllm", True, "kv_capacity"),
+        {},
+    ),
     "oom-killer": (
         "[  471.1] python invoked oom-killer: gfp_mask=0xd0, order=0, oom_score_adj=0\n"
         "[  471.2] [ pid ]   uid  tgid total_vm      rss nr_ptes swapents oom_score_adj name\n"
@@ -240,6 +291,7 @@ INNOCENT = [
     "|            CUDA OOMs: 0            |        cudaMalloc retries: 0         |",
     "def is_oom(error): return 'out of memory' in str(error).lower()",
     "Die GPU hat 24 GiB. Bei Speichermangel (out of memory) bitte die Batchgröße verringern.",
+    "ERROR Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/",
     "如果遇到 out of memory，请减小 batch size。",
     "feat: better message for CUDA out of memory (#1234)",
     '{"error":"Model is overloaded","error_type":"overloaded"}',

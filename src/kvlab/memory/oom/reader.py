@@ -81,8 +81,9 @@ def _belongs_to(found: Found, last: Found) -> bool:
 
 def _was_announced(found: Found, last: Found) -> bool:
     """Whether the line before only said that something died, and this one says of what."""
-    near = found.line_number - last.last_line_number <= last.format.announces
-    return bool(last.format.announces and near and found.family == last.family and found.format.is_oom is not False)
+    near = found.line_number - last.last_line_number <= last.announces
+    same = found.family == last.family and found.format.is_oom is not False
+    return bool(last.announces) and near and same
 
 
 def _judge(findings: Findings) -> Diagnosis:

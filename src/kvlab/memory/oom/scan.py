@@ -31,12 +31,16 @@ LOOKS_LIKE_ERROR = re.compile(
 ANNOUNCES_ERROR = re.compile(
     r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:\]]\s*$"
 )
+ERROR_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")
 IN_BRACKETS = re.compile(r"\(\s*$")
 EXCEPTION_NAME = re.compile(r"(?:.{0,40}exceptiontype:\W{0,4})?(?:[\w.]{0,60}\.)?(?:_?array)?")
+# A traceback shows the line of code that raised, and after it what was raised.
+RAISING_CODE = re.compile(r"(?:^|\braise\s+[\w.]{1,64}\()\s*[bfr]?[\"']$")
+TRACEBACK_LINES = 12
 READS_LIKE_ADVICE = re.compile(
     r"^\W*(?:fix|feat|chore)\w*\b"
     r"|\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
-    r"|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
+    r"|refer to|how to|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
 )
 
 
@@ -44,8 +48,8 @@ READS_LIKE_ADVICE = re.compile(
 class Found:
     """One failure before it is judged.
 
-    foreign: its engine would not have written what follows. loading_weights: it struck before the engine's
-    pool was allocated.
+    announces: within so many lines comes one that tells the same and more. foreign: its engine would not have
+    written what follows. loading_weights: it struck before the engine's pool was allocated.
     """
 
     family: Family
@@ -54,6 +58,7 @@ class Found:
     line: str
     line_number: int
     last_line_number: int
+    announces: int
     foreign: bool
     loading_weights: bool
 
@@ -116,8 +121,10 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
             return False
         if entry.term:
             return True
-        before, words, after = line.partition(entry.start.partition(" {")[0].lower())
+        before, words, after = line.partition(_first_words(entry))
         if entry.family == "unknown":
+            if ERROR_LEVEL.search(prefix_of(block.line_at(position)[:MAX_LINE_JUDGED])):
+                return bool(words)
             all_in_brackets = IN_BRACKETS.search(before) and not re.search(r"\w", after)
             return bool(words and (all_in_brackets or ANNOUNCES_ERROR.search(before)))
         return bool(LOOKS_LIKE_ERROR.search(line))
@@ -174,9 +181,19 @@ def _found(block: Block, start: int, end: int, entry: Format, figures: Figures) 
         line=_shown(block.line_at(start)),
         line_number=block.number_at(start),
         last_line_number=block.number_at(max(end - 1, 0)),
+        announces=entry.announces or (TRACEBACK_LINES if _is_code(entry, block.line_at(start)) else 0),
         foreign=squeezed.startswith(FOREIGN_WORDS, end),
         loading_weights=any(frame in before for frame in LOADING),
     )
+
+
+def _first_words(entry: Format) -> str:
+    return entry.start.partition("{")[0].strip().lower()
+
+
+def _is_code(entry: Format, line: str) -> bool:
+    before, words, _ = _as_prose(line).partition(_first_words(entry))
+    return bool(words) and bool(RAISING_CODE.search(before.strip()))
 
 
 def _shown(line: str) -> str:

@@ -40,6 +40,7 @@ HINTS += (
     "constant",
     "evict",
     "kill",
+    "winerror",
     "exited with",
     "exits with",
     "exceeds",
