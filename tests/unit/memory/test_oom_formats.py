@@ -152,7 +152,7 @@ MESSAGES = {
         {},
     ),
     "tvm": (
-        "InternalError: Check failed: (e == cudaSuccess || e == cudaErrorCudartUnloading) is false: CUDA: out of memory",
+        "InternalError: Check failed: (e == cudaSuccess) is false: CUDA: out of memory",
         ("cuda_runtime", True, "unknown"),
         {},
     ),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvlab.memory.allocator.settings import AllocatorSettings, TieBreak
+from kvlab.memory.replay.ages import OrderOfAges
 from kvlab.memory.replay.card import run_on_card
 from kvlab.memory.replay.compare import Comparison, Recording, compare
 from kvlab.memory.replay.result import ReplayOom, ReplayResult
@@ -12,6 +13,7 @@ from kvlab.memory.snapshot.records import Snapshot
 
 __all__ = ["ReplayOom", "ReplayResult", "replay"]
 
+_MOST_LESSONS = 3
 _ORDERS: tuple[TieBreak, ...] = ("address", "segment_age", "block_age")
 
 
@@ -62,9 +64,29 @@ def _best_order(recording: Recording, snapshot: Snapshot) -> Comparison:
         if best is None or run.alloc_addresses_matched > best.alloc_addresses_matched:
             best = run
         if run.disagreement is None or run.initial is None:
-            break
+            return run
+    for order in orders:
+        if order != "address":
+            run = _with_learned_ages(recording, replace(settings, tie_break=order))
+            if run.disagreement is None:
+                return run
     assert best is not None
     return best
+
+
+def _with_learned_ages(recording: Recording, settings: AllocatorSettings) -> Comparison:
+    """A replay with the order of what was there before, as far as the recording shows it.
+
+    What is learned late may undo what was decided early, so the order counts only if a replay from the first
+    event with it agrees.
+    """
+    order = OrderOfAges()
+    for _ in range(_MOST_LESSONS):
+        compare(recording, settings, order, learn=True)
+        run = compare(recording, settings, order)
+        if run.disagreement is None:
+            break
+    return run
 
 
 def _result(recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None) -> ReplayResult:

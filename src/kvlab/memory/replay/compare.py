@@ -11,6 +11,7 @@ from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, Block, PoolId
 from kvlab.memory.allocator.reclaim import release_segment
 from kvlab.memory.allocator.settings import AllocatorSettings
+from kvlab.memory.replay.ages import OrderOfAges
 from kvlab.memory.replay.held import InitialState
 from kvlab.memory.replay.pages import RangeKey, lowest_mapped
 from kvlab.memory.replay.restore import restore
@@ -104,8 +105,13 @@ class _RecordedDevice(Device):
         return bool(self.recorded) and self.recorded[0].action == action and self.recorded[0].size == size_bytes
 
 
-def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
-    """Replay one device. A trace that contradicts its own final state is not replayed; the result says so."""
+def compare(
+    recording: Recording, settings: AllocatorSettings, order: OrderOfAges | None = None, *, learn: bool = False
+) -> Comparison:
+    """Replay one device. A trace that contradicts its own final state is not replayed; the result says so.
+
+    ``order`` is that of what was there before the first event; with ``learn`` this replay adds to it.
+    """
     result = Comparison(settings)
     events = recording.events
     result.alloc_events = sum(e.action == "alloc" for e in events)
@@ -119,7 +125,9 @@ def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
         result.disagree(str(error))
         return result
     result.initial = state
-    _Follower(recording, allocator, device, waiting, result).run()
+    if order is not None:
+        order.impose(allocator)
+    _Follower(recording, allocator, device, waiting, result, order if learn else None).run()
     result.segment_allocs_matched = device.matched
     result.allocated_bytes = allocator.stats.all.allocated_bytes.current
     result.reserved_bytes = allocator.reserved_bytes
@@ -136,6 +144,7 @@ class _Follower:
     device: _RecordedDevice
     waiting: dict[int, Block]
     result: Comparison
+    order: OrderOfAges | None
     moved: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -145,12 +154,14 @@ class _Follower:
             allocator.free_request,
             allocator.free_complete,
         )
-        matched = 0
+        matched, order = 0, self.order
         pool_ids = self.recording.pool_ids()
         for place, event in enumerate(self.recording.events):
             action, address, size, stream = event[:4]
             try:
                 if action == "alloc":
+                    if order is not None:
+                        order.watch(allocator, *allocator.served_from(size, pool_ids[place]), stream, address)
                     got = malloc(size, stream, pool_id=pool_ids[place])
                     if got == address:
                         matched += 1

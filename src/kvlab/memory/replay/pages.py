@@ -8,6 +8,7 @@ from kvlab.memory.allocator.sizes import SMALL_REQUEST_BYTES
 from kvlab.memory.replay.held import HeldSegment
 from kvlab.memory.snapshot.records import SegmentRecord, TraceEvent
 
+_OF_BLOCKS = frozenset(("alloc", "free_requested", "free_completed"))
 RangeKey = tuple[int, bool, PoolId]
 """The stream, whether the pool is the small one, and the memory pool: each has one range of addresses."""
 
@@ -23,7 +24,7 @@ class SizeClasses:
         for s in segments:
             if s.is_expandable:
                 insort(self._seen.setdefault(s.stream, []), (s.address, s.is_small))
-        seen = {(e.stream, e.address, e.size <= SMALL_REQUEST_BYTES) for e in events if e.action == "alloc"}
+        seen = {(e.stream, e.address, e.size <= SMALL_REQUEST_BYTES) for e in events if e.action in _OF_BLOCKS}
         for stream, address, is_small in seen:
             self._seen.setdefault(stream, []).append((address, is_small))
         for places in self._seen.values():
