@@ -124,7 +124,9 @@ def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool 
     if not any(run.alloc_events for run in runs):
         events = sum(len(r.events) for r in recordings)
         return None, f"the trace holds no allocation to judge ({events} events in all)"
-    for run in runs:
-        if run.disagreement is not None:
-            return False, run.disagreement + _unknown_ages(run)
+    apart = [run for run in runs if run.disagreement is not None]
+    for run in sorted(apart, key=lambda run: run.unknown is not None):
+        if run.unknown is not None:
+            return None, f"{run.disagreement}, but {run.unknown}"
+        return False, run.disagreement + _unknown_ages(run)
     return True, None

@@ -4,7 +4,7 @@ What the recording took out of equally large blocks tells it: the block it took 
 """
 
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from kvlab.memory.allocator.core import CachingAllocator
 from kvlab.memory.allocator.pool import Block, BlockPool
@@ -17,18 +17,21 @@ class OrderOfAges:
 
     def __init__(self) -> None:
         self._newest = 0
+        self._waiting: dict[int, Block] = {}
         self._newer: dict[int, set[int]] = {}
         self._ages: dict[int, int] = {}  # by the number that `restore` gave
         self._given: dict[int, int] = {}  # and back
 
-    def impose(self, allocator: CachingAllocator) -> None:
-        """Give what was just restored its ages."""
+    def impose(self, allocator: CachingAllocator, waiting: dict[int, Block]) -> None:
+        """Give what was just restored its ages. waiting: blocks, now and later, whose free is yet to complete; the
+        allocator does not know them."""
+        self._waiting = waiting
         if not self._ages:
             self._newest = allocator.next_age()
             self._ages = self._given = {age: age for age in range(1, self._newest + 1)}
         else:
             allocator.next_age()
-            change_ages(allocator, self._ages)
+            self._change(allocator, self._ages)
 
     def watch(self, allocator: CachingAllocator, pool: BlockPool, size: int, stream: int, address: int) -> None:
         """Before an allocation that the recording served at ``address``: make the model choose it too, if age
@@ -44,9 +47,10 @@ class OrderOfAges:
         known = self._newer.setdefault(self._given[taken.age], set())
         if ties[0] is not taken and (not self._is_open(ties[0]) or ties[0].age == taken.age):
             return
-        known |= others
+        new = others - known
+        known |= new
         if ties[0] is not taken and not self._rank(allocator):
-            known -= others
+            known -= new
 
     def _is_open(self, block: Block) -> bool:
         return block.age <= self._newest
@@ -70,15 +74,14 @@ class OrderOfAges:
         if len(order) < len(self._ages):
             return False
         ranked = {age: place for place, age in enumerate(order, 1)}
-        change_ages(allocator, {self._ages[age]: ranked[age] for age in ranked})
+        self._change(allocator, {self._ages[age]: ranked[age] for age in ranked})
         self._ages = ranked
         self._given = {new: age for age, new in ranked.items()}
         return True
 
-
-def change_ages(allocator: CachingAllocator, ages: dict[int, int]) -> None:
-    """Give blocks other ages; an age that ``ages`` does not name stays."""
-    for block in allocator.blocks():
-        block.age = ages.get(block.age, block.age)
-    for pool in allocator.all_pools():
-        pool.sort()
+    def _change(self, allocator: CachingAllocator, ages: dict[int, int]) -> None:
+        """Give blocks other ages; an age that ``ages`` does not name stays."""
+        for block in chain(allocator.blocks(), self._waiting.values()):
+            block.age = ages.get(block.age, block.age)
+        for pool in allocator.all_pools():
+            pool.sort()

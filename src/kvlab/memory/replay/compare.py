@@ -57,7 +57,10 @@ class Recording:
 
 @dataclass
 class Comparison:
-    """One replay: what agreed, the first thing that did not, and its initial state (None: no replay)."""
+    """One replay: what agreed, the first thing that did not, and its initial state (None: no replay).
+
+    ``unknown``: what the recording does not show and the disagreement may come from, where there is such a thing.
+    """
 
     settings: AllocatorSettings
     alloc_events: int = 0
@@ -68,10 +71,14 @@ class Comparison:
     reserved_bytes: int = 0
     initial: InitialState | None = None
     disagreement: str | None = None
+    unknown: str | None = None
 
-    def disagree(self, what: str) -> None:
+    def disagree(self, what: str, *addresses: int) -> None:
+        """Note the first disagreement; at ``addresses`` the state before the recording may not be known."""
         if self.disagreement is None:
             self.disagreement = what
+            if self.initial is not None and any(map(self.initial.is_unsettled, addresses)):
+                self.unknown = "how much a block from before the recording had absorbed there is not recorded"
 
 
 class _RecordedDevice(Device):
@@ -126,7 +133,7 @@ def compare(
         return result
     result.initial = state
     if order is not None:
-        order.impose(allocator)
+        order.impose(allocator, waiting)
     _Follower(recording, allocator, device, waiting, result, order if learn else None).run()
     result.segment_allocs_matched = device.matched
     result.allocated_bytes = allocator.stats.all.allocated_bytes.current
@@ -168,7 +175,9 @@ class _Follower:
                     else:
                         moved[address] = got
                         self.result.disagree(
-                            f"event {place} allocates {size:,} bytes at {address:#x}, the model at {got:#x}"
+                            f"event {place} allocates {size:,} bytes at {address:#x}, the model at {got:#x}",
+                            address,
+                            got,
                         )
                     if device.recorded:
                         self._not_asked_for(place)
