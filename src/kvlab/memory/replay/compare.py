@@ -37,8 +37,8 @@ class Recording:
     def allocated_bytes(self) -> int:
         return sum(b.size for s in self.segments for b in s.blocks if b.state == ACTIVE_ALLOCATED)
 
-    def range_begins(self, state: InitialState) -> dict[RangeKey, int]:
-        return lowest_mapped(state.segments, self.segments, self.events)
+    def range_begins(self, state: InitialState, settings: AllocatorSettings) -> dict[RangeKey, int]:
+        return lowest_mapped(state.segments, self.segments, self.events, settings.large_segment_bytes)
 
     def pool_ids(self) -> list[PoolId]:
         """The memory pool of every event. Older traces do not name it; there the segment tells."""
@@ -73,12 +73,10 @@ class Comparison:
     disagreement: str | None = None
     unknown: str | None = None
 
-    def disagree(self, what: str, *addresses: int) -> None:
-        """Note the first disagreement; at ``addresses`` the state before the recording may not be known."""
+    def disagree(self, what: str, unknown: str | None = None) -> None:
+        """Note the first disagreement, and what it may come from that the recording does not show."""
         if self.disagreement is None:
-            self.disagreement = what
-            if self.initial is not None and any(map(self.initial.is_unsettled, addresses)):
-                self.unknown = "how much a block from before the recording had absorbed there is not recorded"
+            self.disagreement, self.unknown = what, unknown
 
 
 class _RecordedDevice(Device):
@@ -127,7 +125,7 @@ def compare(
     allocator = CachingAllocator(device, settings)
     try:
         state = roll_back(recording.segments, events, settings)
-        waiting = restore(allocator, state, recording.range_begins(state))
+        waiting = restore(allocator, state, recording.range_begins(state, settings))
     except InconsistentTraceError as error:
         result.disagree(str(error))
         return result
@@ -176,8 +174,7 @@ class _Follower:
                         moved[address] = got
                         self.result.disagree(
                             f"event {place} allocates {size:,} bytes at {address:#x}, the model at {got:#x}",
-                            address,
-                            got,
+                            self._unknown(place, address, got),
                         )
                     if device.recorded:
                         self._not_asked_for(place)
@@ -194,6 +191,20 @@ class _Follower:
             except (InvalidPointerError, KeyError):
                 self.result.disagree(f"event {place} ({action}) names a block that the model does not have")
         self.result.alloc_addresses_matched = matched
+
+    def _unknown(self, place: int, address: int, got: int) -> str | None:
+        """What the recording leaves open that may have led the model elsewhere."""
+        initial, asked = self.result.initial, self.device.recorded
+        if place == 0:
+            return "the history begins in the middle of this allocation"
+        if initial.is_unsettled(address) or initial.is_unsettled(got):
+            return "how much a block from before the recording had absorbed there is not recorded"
+        if asked and asked[0].action == "segment_map" and not self._continues_pages(asked[0].address):
+            return "the card's addresses for this pool were used up, and how many they were is not recorded"
+        return None
+
+    def _continues_pages(self, address: int) -> bool:
+        return any(b.expandable and b.mapped and b.address + b.size == address for b in self.allocator.blocks())
 
     def _not_asked_for(self, place: int) -> None:
         asked = self.device.recorded

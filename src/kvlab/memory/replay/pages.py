@@ -14,12 +14,14 @@ RangeKey = tuple[int, bool, PoolId]
 
 
 class SizeClasses:
-    """Which pool an address belongs to, by the nearest block of the same stream whose size is known.
+    """Which pool pages belong to: the small one if they are no whole large pages, else that of the nearest block of
+    the same stream whose size is known.
 
     The ranges of the small and the large pool lie further apart than any two pages of one of them.
     """
 
-    def __init__(self, segments: Iterable[SegmentRecord], events: Iterable[TraceEvent]) -> None:
+    def __init__(self, segments: Iterable[SegmentRecord], events: Iterable[TraceEvent], large_page_bytes: int) -> None:
+        self._large_page_bytes = large_page_bytes
         self._seen: dict[int, list[tuple[int, bool]]] = {}
         for s in segments:
             if s.is_expandable:
@@ -31,6 +33,8 @@ class SizeClasses:
             places.sort()
 
     def key(self, event: TraceEvent) -> RangeKey:
+        if event.size % self._large_page_bytes:
+            return event.stream, True, event.pool_id or (0, 0)
         places = self._seen.get(event.stream, [])
         at = bisect_left(places, (event.address,))
         near = places[max(at - 1, 0) : at + 1]
@@ -70,7 +74,10 @@ class MappedPages:
 
 
 def lowest_mapped(
-    runs: Iterable[HeldSegment], segments: Iterable[SegmentRecord], events: Sequence[TraceEvent]
+    runs: Iterable[HeldSegment],
+    segments: Iterable[SegmentRecord],
+    events: Sequence[TraceEvent],
+    large_page_bytes: int,
 ) -> dict[RangeKey, int]:
     """Where each range begins: pages are mapped from the lowest address upwards."""
     lowest: dict[RangeKey, int] = {}
@@ -83,7 +90,7 @@ def lowest_mapped(
             note(run.range_key, run.address)
     mapped = [e for e in events if e.action in ("segment_map", "segment_unmap")]
     if mapped:
-        classes = SizeClasses(segments, events)
+        classes = SizeClasses(segments, events, large_page_bytes)
         for event in mapped:
             note(classes.key(event), event.address)
     return lowest

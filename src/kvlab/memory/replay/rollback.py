@@ -60,7 +60,7 @@ def roll_back(
             if not pages.remove(address, size):
                 raise _contradiction(place, event, "but these pages were not mapped afterwards")
         elif action == "segment_unmap":
-            classes = classes or SizeClasses(segments, events)
+            classes = classes or SizeClasses(segments, events, settings.large_segment_bytes)
             pages.add(address, size, classes.key(event))
     state.segments = sorted((*held.values(), *pages.runs()), key=lambda s: s.address)
     for before, after in pairwise(state.segments):
