@@ -37,7 +37,7 @@ class OrderOfAges:
         """Before an allocation that the recording served at ``address``: make the model choose it too, if age
         alone decides and nothing learned forbids it."""
         free, place = pool.at_least(size, stream)
-        if place == len(free) or free[place][3].expandable is not None:
+        if place == len(free):
             return
         ties = [entry[3] for entry in takewhile(lambda entry: entry[0] == free[place][0], free[place:])]
         taken = next((block for block in ties if block.address == address), None)

@@ -20,6 +20,7 @@ from kvlab.memory.snapshot.records import ACTIVE_ALLOCATED, INACTIVE, SegmentRec
 
 _UNBOUNDED_BYTES = 1 << 60
 _UNRECORDED_ADDRESS = 1 << 64
+DURING_A_FLUSH = frozenset(("free_completed", "segment_free", "segment_alloc"))
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,10 @@ class _Follower:
                 if action == "alloc":
                     if order is not None:
                         order.watch(allocator, *allocator.served_from(size, pool_ids[place]), stream, address)
+                    hidden = self._hide_what_came_too_late(place, pool_ids[place]) if device.recorded else ()
                     got = malloc(size, stream, pool_id=pool_ids[place])
+                    for block in hidden:
+                        block.pool.put(block)
                     if got == address:
                         matched += 1
                     else:
@@ -191,6 +195,26 @@ class _Follower:
             except (InvalidPointerError, KeyError):
                 self.result.disagree(f"event {place} ({action}) names a block that the model does not have")
         self.result.alloc_addresses_matched = matched
+
+    def _hide_what_came_too_late(self, place: int, pool_id: PoolId) -> list[Block]:
+        """Blocks that became free when the card was flushed on behalf of this allocation: by then PyTorch had
+        searched its pool, and it does not search again."""
+        events, at = self.recording.events, place - 1
+        while at >= 0 and events[at].action in DURING_A_FLUSH:
+            at -= 1
+        during = events[at + 1 : place]
+        late = [e.address for e in during if e.action == "free_completed"]
+        if not late or not any(e.action == "segment_free" for e in during):
+            return []
+        event, hidden = events[place], []
+        pool, size = self.allocator.served_from(event.size, pool_id)
+        while True:
+            free, first = pool.at_least(size, event.stream)
+            block = free[first][3] if first < len(free) else None
+            if block is None or block.expandable or not _holds_any(block, late):
+                return hidden
+            pool.remove(block)
+            hidden.append(block)
 
     def _unknown(self, place: int, address: int, got: int) -> str | None:
         """What the recording leaves open that may have led the model elsewhere."""
@@ -227,6 +251,10 @@ class _Follower:
                     return
                 break
         self.result.disagree(f"event {place} unmaps pages at {event.address:#x} that are not idle in the model")
+
+
+def _holds_any(block: Block, addresses: Sequence[int]) -> bool:
+    return any(block.address <= address < block.address + block.size for address in addresses)
 
 
 def _compare_layout(segments: Sequence[SegmentRecord], blocks: list[Block], result: Comparison) -> None:
