@@ -35,7 +35,7 @@ def replay(source: str | Path | bytes | Snapshot, gpu_memory_bytes: int | None =
         for recording, run in zip(recordings, runs, strict=True):
             if oom is None and run.initial is not None:
                 oom = run_on_card(recording, run.initial, run.settings, gpu_memory_bytes)
-    return _result(recordings, runs, oom)
+    return _result(recordings, runs, oom, settings_known=snapshot.settings is not None)
 
 
 def _per_device(snapshot: Snapshot) -> list[Recording]:
@@ -57,7 +57,7 @@ def _best_order(recording: Recording, snapshot: Snapshot) -> Comparison:
     """
     names_pool = bool(recording.events) and recording.events[-1].pool_id is not None
     orders = sorted(_ORDERS, key=lambda order: order != "segment_age") if names_pool else _ORDERS
-    settings = AllocatorSettings.from_snapshot(snapshot.settings)
+    settings = _settings_of(recording, snapshot)
     best: Comparison | None = None
     for order in orders:
         run = compare(recording, replace(settings, tie_break=order))
@@ -72,6 +72,15 @@ def _best_order(recording: Recording, snapshot: Snapshot) -> Comparison:
                 return run
     assert best is not None
     return best
+
+
+def _settings_of(recording: Recording, snapshot: Snapshot) -> AllocatorSettings:
+    """What the snapshot records; one without settings (torch 2.0) still shows whether segments are expandable."""
+    settings = AllocatorSettings.from_snapshot(snapshot.settings)
+    mapped = any(s.is_expandable for s in recording.segments) or any(
+        e.action == "segment_map" for e in recording.events
+    )
+    return replace(settings, expandable_segments=True) if mapped and snapshot.settings is None else settings
 
 
 def _with_learned_ages(recording: Recording, settings: AllocatorSettings) -> Comparison:
@@ -89,8 +98,10 @@ def _with_learned_ages(recording: Recording, settings: AllocatorSettings) -> Com
     return run
 
 
-def _result(recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None) -> ReplayResult:
-    exact, reason = _verdict(recordings, runs)
+def _result(
+    recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None, *, settings_known: bool
+) -> ReplayResult:
+    exact, reason = _verdict(recordings, runs, settings_known=settings_known)
     return ReplayResult(
         events=sum(len(r.events) for r in recordings),
         alloc_events=sum(r.alloc_events for r in runs),
@@ -116,7 +127,9 @@ def _unknown_ages(run: Comparison) -> str:
     return f"; the order in which the {len(segments)} segments from before the recording came is not recorded"
 
 
-def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool | None, str | None]:
+def _verdict(
+    recordings: list[Recording], runs: list[Comparison], *, settings_known: bool
+) -> tuple[bool | None, str | None]:
     """True, False or None (nothing to judge), and the reason."""
     for run in runs:
         if run.initial is None:
@@ -126,7 +139,8 @@ def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool 
         return None, f"the trace holds no allocation to judge ({events} events in all)"
     apart = [run for run in runs if run.disagreement is not None]
     for run in sorted(apart, key=lambda run: run.unknown is not None):
-        if run.unknown is not None:
-            return None, f"{run.disagreement}, but {run.unknown}"
+        unknown = run.unknown or (None if settings_known else "the snapshot does not record the allocator's settings")
+        if unknown is not None:
+            return None, f"{run.disagreement}, but {unknown}"
         return False, run.disagreement + _unknown_ages(run)
     return True, None
