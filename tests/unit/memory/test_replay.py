@@ -142,12 +142,12 @@ def test_no_order_explains_a_request_served_from_a_larger_block_than_was_there()
 
 
 def flushed_with_a_pending_block(allocator):
+    allocator.free(allocator.malloc(100 * MIB))
     held = allocator.malloc(60 * MIB)
+    allocator.malloc(40 * MIB)  # in the same segment, so the flush cannot give it back
+    allocator.free(allocator.malloc(44 * MIB))
     allocator.record_stream(held, 7)
-    idle = allocator.malloc(30 * MIB)
-    allocator.malloc(2 * MIB)
-    allocator.free(idle)
-    allocator.free(held)  # waits for stream 7, which has not ended: the flush will wait for it
+    allocator.free(held)  # waits for stream 7, and the flush waits for that
     allocator.malloc(50 * MIB)
 
 
