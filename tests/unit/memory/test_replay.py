@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import recordings_at_hand
-from allocator_programs import TIE_BREAKS, play, random_program
+from allocator_programs import TIE_BREAKS, OracleDevice, play, random_program
 
 from kvlab.memory.allocator import AllocatorSettings, CachingAllocator, CudaOutOfMemoryError, Device
 from kvlab.memory.replay import replay
@@ -97,6 +97,84 @@ def test_a_recording_that_begins_in_the_middle_replays_exactly_where_addresses_b
         judged += result.exact is not None
         assert result.exact is not False, (seed, result.reason)
     assert judged >= 5
+
+
+@pytest.mark.parametrize("torch", TIE_BREAKS)
+@pytest.mark.parametrize("kept", [60, 120])
+def test_a_recording_that_begins_in_the_middle_is_exact_or_says_what_it_does_not_show(torch, kept):
+    verdicts = []
+    for seed in range(7000, 7060):
+        program = random_program(seed, 300, torch)
+        allocator, _ = play(program, max_history=kept)
+        result = replay(parse_snapshot(allocator.snapshot()))
+        assert result.exact or (result.exact is None and result.reason), (seed, program.settings, result.reason)
+        verdicts.append(result.exact)
+    assert verdicts.count(True) >= 58
+
+
+def equal_segments(allocator):
+    """Four segments, all idle when the kept history begins."""
+    held = [allocator.malloc(size * MIB) for size in (30, 30, 30, 30)]
+    for address in held:
+        allocator.free(address)
+    for _ in range(4):
+        allocator.malloc(30 * MIB)
+
+
+def recording_of_equal_segments():
+    settings = AllocatorSettings.parse("", tie_break="segment_age")
+    allocator = CachingAllocator(OracleDevice(24 * GIB), settings, max_history=4)
+    equal_segments(allocator)
+    return allocator.snapshot()
+
+
+def test_the_order_of_segments_from_before_a_recording_is_learned_from_what_it_took():
+    snapshot = recording_of_equal_segments()
+    taken = [event["addr"] for event in snapshot["device_traces"][0]]
+    assert taken != sorted(taken)  # the order of the addresses would not explain it
+    assert replay(parse_snapshot(snapshot)).exact is True
+
+
+def test_no_order_explains_a_request_served_from_a_larger_block_than_was_there():
+    snapshot = recording_of_equal_segments()
+    snapshot["device_traces"][0][0]["size"] = 12 * MIB  # as much of the segment would have been left over
+    assert replay(parse_snapshot(snapshot)).exact is not True
+
+
+def flushed_with_a_pending_block(allocator):
+    allocator.free(allocator.malloc(100 * MIB))
+    held = allocator.malloc(60 * MIB)
+    allocator.malloc(40 * MIB)  # in the same segment, so the flush cannot give it back
+    allocator.free(allocator.malloc(44 * MIB))
+    allocator.record_stream(held, 7)
+    allocator.free(held)  # waits for stream 7, and the flush waits for that
+    allocator.malloc(50 * MIB)
+
+
+def test_a_block_that_a_flush_freed_does_not_serve_the_request_that_caused_the_flush():
+    snapshot = recording(flushed_with_a_pending_block, total=150 * MIB)
+    actions = [event["action"] for event in snapshot["device_traces"][0]]
+    assert actions[-4:] == ["free_completed", "segment_free", "segment_alloc", "alloc"]
+    assert replay(parse_snapshot(snapshot)).exact is True
+
+
+def test_without_its_settings_a_snapshot_that_disagrees_proves_nothing():
+    def build(allocator):
+        for size in (3, 33, 5):
+            allocator.malloc(size * MIB)
+
+    snapshot = recording(build, conf="large_segment_size_mb:32")
+    assert replay(parse_snapshot(snapshot)).exact is True
+    del snapshot["allocator_settings"]
+    result = replay(parse_snapshot(snapshot))
+    assert result.exact is None
+    assert "settings" in result.reason
+
+
+def test_expandable_segments_are_seen_without_the_settings():
+    snapshot = recording(small_run, conf="expandable_segments:True")
+    del snapshot["allocator_settings"]
+    assert replay(parse_snapshot(snapshot)).exact is True
 
 
 def test_the_release_whose_rule_explains_the_addresses_is_found():

@@ -110,6 +110,22 @@ def test_an_out_of_memory_keeps_the_free_bytes_of_the_device():
     assert parse_snapshot({"segments": [], "device_traces": [trace]}).traces[0][0].address == 77
 
 
+def test_numbers_written_as_texts_are_read():
+    raw = model_snapshot()
+    texts = json.loads(json.dumps(raw), parse_int=str)
+    for read, plain in zip(parse_snapshot(texts).segments, parse_snapshot(raw).segments, strict=True):
+        assert (read.address, read.total_size) == (plain.address, plain.total_size)
+        assert [block[:4] for block in read.blocks] == [block[:4] for block in plain.blocks]
+    assert [event[:4] for event in parse_snapshot(texts).traces[0]] == [e[:4] for e in parse_snapshot(raw).traces[0]]
+
+
+def test_a_mark_that_a_program_set_is_no_unknown_action():
+    raw = model_snapshot()
+    mark = {"action": "user_defined", "addr": 0, "size": 0, "stream": 0, "user_metadata": "epoch 3"}
+    raw["device_traces"][0].insert(1, mark)
+    assert parse_snapshot(raw).traces[0][1].action == "user_defined"
+
+
 def test_keys_of_newer_versions_are_passed_over():
     raw = model_snapshot()
     raw["segments"][0]["registration_counter"] = 3
@@ -235,7 +251,7 @@ def test_other_data_is_no_snapshot(raw):
         (lambda raw: raw["segments"].append(raw["segments"][0]), "overlap"),
         (lambda raw: raw["device_traces"][0][0].update(action="boom"), "unknown action"),
         (lambda raw: raw["device_traces"][0][0].update(action=["alloc"]), "unknown action"),
-        (lambda raw: raw["device_traces"][0][0].update(size="3"), "should hold numbers"),
+        (lambda raw: raw["device_traces"][0][0].update(size="three"), "should hold numbers"),
         (lambda raw: raw["device_traces"][0][0].update(size=True), "should hold numbers"),
         (lambda raw: raw["device_traces"][0][0].update(frames="f"), "frames should be a list"),
         (lambda raw: raw["device_traces"][0][0].update(frames=[{"name": []}]), "more than texts"),

@@ -65,10 +65,7 @@ class CachingAllocator:
             return _odd_request(requested_bytes)
         if self.pending:
             self.complete_pending()
-        divisions = self.settings.divisions(requested_bytes) if self._by_division else 0
-        size = round_size(requested_bytes, divisions)
-        small, large = self._default_pools if pool_id == DEFAULT_POOL else self.pools_of(pool_id)
-        pool = small if size <= SMALL_REQUEST_BYTES else large
+        pool, size = self.served_from(requested_bytes, pool_id)
         block = self._find(pool, size, stream) or self._obtain(pool, size, stream)
         block = self._take(block, size) if self._splits(pool, block.size, size) else self._take_whole(block)
         block.requested = requested_bytes
@@ -78,6 +75,13 @@ class CachingAllocator:
             self.record("alloc", block.address, requested_bytes, stream, pool.id, frames)
         self._count_allocation(block)
         return block.address
+
+    def served_from(self, requested_bytes: int, pool_id: PoolId = DEFAULT_POOL) -> tuple[BlockPool, int]:
+        """The pool that serves a request, and the size to which the request is rounded."""
+        divisions = self.settings.divisions(requested_bytes) if self._by_division else 0
+        size = round_size(requested_bytes, divisions)
+        small, large = self._default_pools if pool_id == DEFAULT_POOL else self.pools_of(pool_id)
+        return (small if size <= SMALL_REQUEST_BYTES else large), size
 
     def free(self, address: int) -> None:
         """Free the block at ``address``; it stays active while a recorded stream still works on it."""
@@ -138,20 +142,22 @@ class CachingAllocator:
         """The kept actions as (action, address, size, stream, pool id, frames), oldest first."""
         return list(self._history or ())
 
+    def all_pools(self) -> Iterator[BlockPool]:
+        for pools in self._pools.values():
+            yield from pools
+
     def blocks(self) -> Iterator[Block]:
         """Every block of every segment, in no order; of unmapped addresses there is none."""
-        for pools in self._pools.values():
-            for pool in pools:
-                yield from pool.free_blocks()
+        for pool in self.all_pools():
+            yield from pool.free_blocks()
         yield from self._allocated.values()
         yield from self.pending.blocks()
 
     def free_blocks_at_least(self, size: int, stream: int) -> Iterator[Block]:
         """The free blocks of a stream, in all pools, that hold ``size`` bytes."""
-        for pools in self._pools.values():
-            for pool in pools:
-                free, place = pool.at_least(size, stream)
-                yield from (entry[3] for entry in free[place:])
+        for pool in self.all_pools():
+            free, place = pool.at_least(size, stream)
+            yield from (entry[3] for entry in free[place:])
 
     # The two halves of a free, apart because a recording shows when each happened
 

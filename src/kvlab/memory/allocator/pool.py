@@ -98,6 +98,11 @@ class BlockPool:
         free = self._free.get(stream, [])
         return free, bisect_left(free, (size,))
 
+    def sort(self) -> None:
+        """Put the free blocks in order again, after their ages were changed."""
+        for stream, free in self._free.items():
+            self._free[stream] = sorted((b.size, b.age, b.address, b) for *_, b in free)
+
     def free_blocks(self) -> Iterator[Block]:
         """Every free block, streams in ascending order; the pool must not change meanwhile."""
         for stream in sorted(self._free):

@@ -120,6 +120,8 @@ class AllocatorSettings:
 
 
 def _whole(value: Any, default: int | None) -> Any:
+    if type(value) is str and len(value) <= _MAX_DIGITS and value.isascii() and value.isdecimal():
+        value = int(value)
     return value if type(value) is int and value >= 0 else default
 
 

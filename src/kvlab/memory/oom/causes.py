@@ -31,7 +31,7 @@ def contradiction(f: Figures, family: Family) -> str | None:
     ):
         if part and whole and exceeds(part, whole):
             return f"{sentence}, {gib(part)} against {gib(whole)}"
-    if family not in TORCH_DEVICE:
+    if family not in TORCH_DEVICE and not f.reserved:  # which only PyTorch prints, for any accelerator
         return None
     if f.reserved and f.free and f.total and exceeds(_sum(f.reserved, f.free), f.total):
         return f"{gib(f.reserved)} reserved and {gib(f.free)} free are more than the device's {gib(f.total)}"
@@ -45,6 +45,8 @@ def _cause_from(f: Figures) -> Cause:
         return "request_larger_than_device"
     if limit_binds(f):
         return "memory_fraction"
+    if f.total and f.allocated and held_by_others(f) >= f.total.bytes / 2:
+        return "other_process"
     if f.tried and f.unallocated and f.unallocated.bytes >= f.tried.bytes:
         return "fragmentation"
     if not (f.total and f.allocated):

@@ -16,8 +16,11 @@ class Format:
     start: template the message begins with. figures: templates looked for behind it, up to the next message.
     family: or a function of the squeezed text just before and just after the start.
     follows: this line reports the consequence of a failure that the lines before it told already.
+    announces: within so many lines comes one that tells more, and that one speaks for both.
     mention: the words alone also occur in advice and prose, so the line must look like an error.
     own_line: the start must be the first thing on its line, behind a dotted module name at most.
+    term: nobody uses the word but for this, yet it too occurs in advice.
+    denials: what, right behind the start, turns it into its contrary.
     """
 
     family: Family | Callable[[str, str], Family]
@@ -26,8 +29,11 @@ class Format:
     is_oom: bool | None = True
     cause: Cause | None = None
     follows: bool = False
+    announces: int = 0
     mention: bool = False
     own_line: bool = False
+    term: bool = False
+    denials: tuple[str, ...] = ()
 
 
 TORCH_FIGURES = (
@@ -89,6 +95,10 @@ def _compiler_of(line: str) -> Family | None:
     return "xla" if "xla/" in line or "tsl/" in line else None
 
 
+def _vulkan_owner(before: str, after: str) -> Family:
+    return "llama_cpp" if "ggml" in before[-300:] + after[:300] else "unknown"
+
+
 def _metal_owner(before: str, after: str) -> Family:
     return "llama_cpp" if "ggml" in before[-200:] + after[:200] else "unknown"
 
@@ -108,8 +118,27 @@ TORCH = (
     Format("vllm", "CUDA out of memory occurred when warming up", cause="static_pool"),
     Format("torch_cuda", "CUDA out of memory. Tried to allocate", TORCH_FIGURES),
     Format("torch_hip", "HIP out of memory. Tried to allocate", TORCH_FIGURES),
+    Format(
+        "unknown",
+        "XPU out of memory. Tried to allocate more than 1EB memory",
+        cause="request_larger_than_device",
+    ),
+    Format(
+        "unknown",
+        "NPU out of memory. Tried to allocate more than 1EB memory",
+        cause="request_larger_than_device",
+    ),
     Format("unknown", "XPU out of memory. Tried to allocate", TORCH_FIGURES),
     Format("unknown", "NPU out of memory. Tried to allocate", TORCH_FIGURES),
+    Format(
+        "unknown",
+        "Current platform can NOT allocate memory block with size larger than",
+        TORCH_FIGURES,
+        cause="request_larger_than_device",
+    ),
+    # The head may be lost: a title, a quotation, a line that a logger cut.
+    Format("torch_cuda", "Tried to allocate {tried} (GPU {n}; {total} total capacity", TORCH_FIGURES),
+    Format("torch_cuda", "Tried to allocate {tried}. GPU {n} has a total {capacity|capacty} of", TORCH_FIGURES),
     Format("torch_cuda", "CUDA out of memory", TORCH_FIGURES, mention=True),
     Format("torch_hip", "HIP out of memory", TORCH_FIGURES, mention=True),
     Format("torch_cuda", "Allocation on device {n} would exceed allowed memory", ASYNC_FIGURES),
@@ -120,7 +149,9 @@ TORCH = (
         ("(free: {free}, total: {total})",),
     ),
     Format("torch_cuda", "memory mapping failed with OOM on device"),
-    Format("torch_cuda", "cuda runtime error ({2|02}): out of memory"),
+    Format("torch_cuda", "cuda runtime err{or|}({2|02}): out of memory"),
+    Format("torch_cuda", "torch.OutOfMemoryError", mention=True, own_line=True),
+    Format("torch_cuda", "torch.cuda.OutOfMemoryError", mention=True, own_line=True),
     Format("torch_cuda", "THCudaCheck FAIL {*}error=2: out of memory"),
     Format(
         "torch_mps",
@@ -143,12 +174,16 @@ TORCH = (
     Format("torch_cpu", "MemoryError", cause="host_memory", mention=True, own_line=True),
     Format("torch_cpu", "Unable to allocate {tried} for an array with shape", cause="host_memory"),
     Format("torch_cpu", "instance of std::bad_alloc", ("what(): std::bad_alloc",), cause="host_memory"),
+    Format("cuda_runtime", "what(): std::bad_alloc: out_of_memory: CUDA error", ("cudaErrorMemoryAllocation",)),
+    Format("cuda_runtime", "MemoryError: std::bad_alloc: out_of_memory: CUDA error", ("cudaErrorMemoryAllocation",)),
     Format("torch_cpu", "what(): std::bad_alloc", cause="host_memory"),
     Format("torch_cpu", "MemoryError: std::bad_alloc", cause="host_memory"),
     Format("torch_cpu", "dataloader's workers are out of shared memory", cause="host_memory"),
     Format("torch_cpu", "unable to allocate shared memory(shm)", cause="host_memory"),
-    Format("torch_cpu", "The paging file is too small for this operation", cause="host_memory"),
+    Format("torch_cpu", "[WinError 1455]", cause="host_memory"),
+    Format("torch_cpu", "The paging file is too small for this operation", cause="host_memory", follows=True),
     Format("torch_cpu", "[Errno 12] Cannot allocate memory", cause="host_memory"),
+    Format("torch_cpu", "Unable to allocate array with shape", cause="host_memory"),
 )
 
 CUDA = (
@@ -163,6 +198,7 @@ CUDA = (
     Format("unknown", "CUDNN_STATUS_NOT_INITIALIZED", is_oom=None),
     Format("unknown", "CUDNN_STATUS_INTERNAL_ERROR", is_oom=None),
     Format("unknown", "CUSOLVER_STATUS_ALLOC_FAILED", cause="device_full"),
+    Format("unknown", "CUFFT_ALLOC_FAILED", cause="device_full"),
     Format("unknown", "CUSPARSE_STATUS_ALLOC_FAILED", cause="device_full"),
     Format("nvml", "NVML_SUCCESS == {*}INTERNAL ASSERT FAILED", is_oom=None),
     Format("nvml", "NVMLError_Memory", is_oom=None),
@@ -175,10 +211,11 @@ CUDA = (
         is_oom=False,
         follows=True,
     ),
-    Format("cuda_assert", "is out of bounds for dimension {n} with size {n}", is_oom=False),
+    Format("cuda_assert", "is out of bounds for {dimension|axis} {n} with size {n}", is_oom=False),
+    Format("cuda_assert", "start ({n}) + length ({n}) exceeds dimension size ({n})", is_oom=False),
     Format("cuda_assert", "IndexError: index out of range in self", is_oom=False),
     Format("cuda_runtime", "an illegal memory access was encountered", is_oom=False),
-    Format("cuda_runtime", "cudaErrorIllegalAddress", is_oom=False),
+    Format("cuda_runtime", "cudaErrorIllegalAddress", is_oom=False, follows=True),
     Format("cuda_driver", "CUDA_ERROR_ILLEGAL_ADDRESS", is_oom=False),
     Format("cuda_driver", "CUDA driver error: out of memory"),
     Format("cuda_driver", "Triton Error [CUDA]: out of memory"),
@@ -187,7 +224,7 @@ CUDA = (
     Format("cuda_driver", "CUDA Error: out of memory at {*}cumem_allocator"),
     Format(_runtime_owner, "CUDA error: out of memory", ("allocating {tried} on device",)),
     Format(_hip_owner, "HIP error: out of memory"),
-    Format(_hip_owner, "hipErrorOutOfMemory"),
+    Format(_hip_owner, "hipErrorOutOfMemory", follows=True),
     Format(_runtime_owner, "Error out of memory at line {n} in file"),
     Format(_runtime_owner, "CUDA runtime error: out of memory"),
     Format(_runtime_owner, "CUDA failed with error out of memory"),
@@ -196,13 +233,32 @@ CUDA = (
     Format(_runtime_owner, "Cuda failure 2 out of memory"),
     Format(_runtime_owner, "Failed to cudaMalloc {tried} bytes on device", ("(error 2 out of memory)",)),
     Format(_runtime_owner, "cudaMalloc failed: out of memory"),
-    Format(_runtime_owner, "cudaErrorMemoryAllocation", ("out of memory",)),
+    Format(
+        "cuda_runtime",
+        "StandardGpuResources: alloc fail type {w} dev {n} {*}size {tried} (cudaMalloc error out of memory",
+    ),
+    Format(_runtime_owner, "cudaMalloc error out of memory"),
+    Format(_runtime_owner, "CUDA: out of memory"),
+    Format(
+        _runtime_owner,
+        "cudaErrorMemoryAllocation",
+        ("out of memory", "Free memory: {free}", "Requested memory: {tried}"),
+        follows=True,
+    ),
+    Format(
+        "cuda_runtime",
+        "Failed to CUDA {calloc async|calloc|host alloc|malloc} {tried}",
+        is_oom=None,
+        follows=True,
+    ),
+    Format("unknown", "UR_RESULT_ERROR_OUT_OF_{DEVICE|HOST}_MEMORY"),
+    Format("unknown", "out of resource: shared memory", is_oom=False),
     Format(_driver_owner, "failed to alloc {tried} bytes on host: CUDA_ERROR_OUT_OF_MEMORY", cause="host_memory"),
     Format(
         _driver_owner,
-        "failed to {alloc|allocate} {n}{*}({tried} bytes) from device: CUDA_ERROR_OUT_OF_MEMORY",
+        "failed to {allocate|alloc} {n}{*}({tried} bytes) from device: {*}CUDA_ERROR_OUT_OF_MEMORY",
     ),
-    Format(_driver_owner, "failed to {alloc|allocate} {tried} from device: CUDA_ERROR_OUT_OF_MEMORY"),
+    Format(_driver_owner, "failed to {allocate|alloc} {tried} from device: {*}CUDA_ERROR_OUT_OF_MEMORY"),
     Format(_driver_owner, "CUDA_ERROR_OUT_OF_MEMORY", (": out of memory",)),
 )
 
@@ -307,7 +363,7 @@ NVIDIA_ENGINES = (
         ("Total GPU memory (GiB): {total:GiB}", "component creation attempt (GiB): {free:GiB}"),
     ),
     Format("tensorrt_llm", "exceeds the KV cache manager's maximum supported length", cause="kv_capacity"),
-    Format("tensorrt_llm", "[TensorRT-LLM][ERROR]{*}out of memory"),
+    Format("tensorrt_llm", "[TensorRT-LLM][ERROR]{*}out of memory", mention=True),
     Format("tensorrt", "Error Code {n}: Cuda Runtime (out of memory)"),
     Format("tensorrt", "Error Code {n}: OutOfMemory", ("(Requested size was {tried}.)",), follows=True),
     Format("tensorrt", "Requested amount of {GPU memory|memory} ({tried}) could not be allocated", follows=True),
@@ -331,6 +387,20 @@ LLAMA_CPP = (
     Format("llama_cpp", "failed to allocate {w} buffer of size {tried}", follows=True),
     Format("llama_cpp", "ggml_vulkan: Device memory allocation of size {tried} failed"),
     Format("llama_cpp", "vk::Device::allocateMemory: ErrorOutOf{Device|Host}Memory", follows=True),
+    Format(
+        "llama_cpp",
+        "Requested buffer size exceeds device {memory allocation|buffer size} limit",
+        cause="request_larger_than_device",
+    ),
+    Format(_vulkan_owner, "ErrorOutOf{Device|Host}Memory", follows=True),
+    Format(_vulkan_owner, "VK_ERROR_OUT_OF_{DEVICE|HOST}_MEMORY", follows=True),
+    Format(
+        "llama_cpp",
+        "ggml_metal_add_buffer: buffer {w} size {tried} is larger than buffer maximum of {total}",
+        cause="request_larger_than_device",
+    ),
+    Format("llama_cpp", "can't allocate {tried} of memory on {device|host}"),
+    Format("llama_cpp", "error loading model: mmap failed: Cannot allocate memory", cause="host_memory"),
     Format("llama_cpp", "failed to allocate {*}MiB of pinned memory: out of memory", cause="host_memory"),
     Format(
         "llama_cpp",
@@ -350,6 +420,7 @@ LLAMA_CPP = (
     ),
     Format("llama_cpp", "failed to allocate buffer for kv cache", follows=True),
     Format("llama_cpp", "failed to allocate compute {buffers|buffer|pp buffers}", follows=True),
+    Format("llama_cpp", "failed to allocate the compute buffer", follows=True),
     Format("llama_cpp", "llama_kv_cache_init() failed", follows=True),
     Format("llama_cpp", "error loading model: unable to allocate", follows=True),
     Format("llama_cpp", "failed to find a memory slot for batch of size {n}", cause="kv_capacity", follows=True),
@@ -382,6 +453,7 @@ COMPILERS = (
     Format("xla", "Failed to allocate {tried} bytes for new constant"),
     Format("xla", "Attempting to {allocate|reserve} {tried:x}{*}That was not possible. There are {free:x} free"),
     Format("xla", "Failed to allocate request for {n}{*}({tried}B) on device"),
+    Format("xla", "RESOURCE_EXHAUSTED: Failed to allocate {tried}"),
     Format("xla", "RESOURCE_EXHAUSTED: {*}out of memory", mention=True),
     Format("tensorflow", "OOM when allocating tensor with shape", ("by allocator",)),
     Format(_bfc_owner, "ran out of memory trying to allocate {tried}"),
@@ -391,35 +463,86 @@ COMPILERS = (
 
 OTHERS = (
     Format("unknown", "Failed to allocate memory for requested buffer of size {tried}"),
+    Format("unknown", "Available memory of {free} is smaller than requested bytes of {tried}"),
     Format(
         "unknown",
         "Out of memory error on GPU {n}. Cannot allocate {tried} memory on GPU",
-        ("available memory is only {free}",),
+        ("{allocated} memory has been allocated", "available memory is only {free}"),
     ),
+    Format(
+        "unknown",
+        "Failed to allocate memory for {w} with size {tried} and alignment",
+        cause="static_pool",
+    ),
+    Format(
+        "unknown",
+        "Buffer overflow when allocating memory for {w} with size {tried} and alignment",
+        ("but only {free} available in AlignedAllocator",),
+        cause="static_pool",
+    ),
+    Format("unknown", "Out of workspace memory in AlignedAll", cause="static_pool"),
+    Format("unknown", "Insufficient space in device allocation"),
+    Format("unknown", "memory allocation of {tried} failed", cause="host_memory"),
     Format(
         "unknown",
         "[metal::malloc] Attempting to allocate {tried} which is greater than "
         "the maximum allowed buffer size of {total}",
     ),
     Format(_metal_owner, "kIOGPUCommandBufferCallbackErrorOutOfMemory"),
-    Format("unknown", "There is not enough GPU video memory available", ("allocate tensor with {tried}",)),
-    Format("unknown", "Out of memory: Killed process", cause="host_memory"),
-    Format("unknown", "cgroup out of memory: Kill", cause="host_memory"),
-    Format("unknown", "oom-kill event", cause="host_memory"),
-    Format("unknown", "oom_kill event", cause="host_memory"),
-    Format("unknown", "OOMKilled", cause="host_memory"),
-    Format("unknown", "node running low on memory", cause="host_memory"),
+    Format("unknown", "Could not allocate tensor with {tried}. There is not enough GPU video memory"),
+    Format("unknown", "There is not enough GPU video memory available"),
+    Format("unknown", "Not enough memory resources are available to"),
+    Format("unknown", "NvMapMemAllocInternalTagged: {n} error 12"),
+    Format("unknown", "Insufficient GPU memory error: The available single GPU memory is {free}"),
+    Format(
+        "unknown",
+        "Cannot estimate KV cache capacity. The model weight size {tried} may be larger than GPU memory size {total}",
+    ),
     Format("unknown", "kv cache overflow", is_oom=None, cause="kv_capacity"),
-    Format("unknown", "Signal 9 (SIGKILL)", is_oom=None),
-    Format("unknown", "exit code 137", is_oom=None),
-    Format("unknown", "exit status 137", is_oom=None),
     Format("unknown", "out of memory", mention=True),
     Format("unknown", "OutOfMemoryError", mention=True),
-    Format("unknown", "insufficient {GPU memory|memory|VRAM}", mention=True),
+    Format("unknown", "insufficient {GPU memory|memory|VRAM}", ("Failed to allocate {tried}",), mention=True),
     Format("unknown", "not enough {GPU memory|memory|VRAM}", mention=True),
     Format("unknown", "cannot allocate {GPU memory|memory}", mention=True),
     Format("unknown", "failed to allocate {GPU memory|memory}", mention=True),
     Format("unknown", "unable to allocate {GPU memory|memory}", mention=True),
+    Format("unknown", "memory allocation fail{ed|ure}", mention=True),
+    Format("unknown", "failed to allocate {tried} bytes", mention=True),
 )
 
-FORMATS = TORCH + CUDA + VLLM + SERVERS + NVIDIA_ENGINES + OTHERS + LLAMA_CPP + COMPILERS
+# Between the cause and the name of what it killed, the kernel prints the table of all processes.
+PROCESS_TABLE_LINES = 2000
+
+# The kernel, and those who run containers and jobs, on a process that they ended.
+KILLERS = (
+    Format("unknown", "invoked oom-killer", cause="host_memory", announces=PROCESS_TABLE_LINES),
+    Format("unknown", "oom-kill:constraint=", cause="host_memory", announces=PROCESS_TABLE_LINES),
+    Format("unknown", "Out of memory: Kill{ed|} process", cause="host_memory"),
+    Format("unknown", "cgroup out of memory: Kill", cause="host_memory"),
+    Format("unknown", "oom-kill event", cause="host_memory"),
+    Format("unknown", "oom_kill event", cause="host_memory"),
+    Format("unknown", "killed by the OOM killer", cause="host_memory"),
+    Format("unknown", "Failed with result oom-kill", cause="host_memory", follows=True),
+    Format("unknown", "TaskOOM event", cause="host_memory"),
+    Format("unknown", "OOMKilled", cause="host_memory", term=True, denials=(":false", "=false")),
+    Format("unknown", "OOMKilling", cause="host_memory", announces=PROCESS_TABLE_LINES),
+    Format("unknown", "The node was low on resource: memory", cause="host_memory"),
+    Format("unknown", "node running low on memory", cause="host_memory"),
+    Format("unknown", "killed due to memory pressure (OOM)", cause="host_memory"),
+    Format("unknown", "RayOutOfMemoryError: More than", cause="host_memory"),
+    Format("unknown", "in object store because it is full", ("Object size is {tried}",), cause="host_memory"),
+    Format("unknown", "exceeded {job|step|} memory limit", cause="host_memory"),
+    Format("unknown", "CANCELLED AT {*} DUE TO MEMORY LIMIT", cause="host_memory"),
+    # Somebody killed it: mostly the kernel for want of memory, but this line does not say so.
+    Format("unknown", "Signal 9 (SIGKILL)", is_oom=None, follows=True, announces=20),
+    Format("unknown", "signal: killed", is_oom=None, follows=True, announces=20),
+    Format("unknown", "exit code{:|=|} {137|-9}", is_oom=None, follows=True, announces=20),
+    Format("unknown", "exit status{:|=|} 137", is_oom=None, follows=True, announces=20),
+    Format("unknown", "exited with code 137", is_oom=None, follows=True, announces=20),
+    Format("unknown", "exits with return code = -9", is_oom=None, follows=True, announces=20),
+    Format("unknown", "is killed by signal: Killed", is_oom=None, follows=True, announces=20),
+    Format("unknown", "bash: line {n}: {n} Killed", is_oom=None, follows=True, announces=20),
+    Format("unknown", "Killed", is_oom=None, follows=True, announces=20, mention=True, own_line=True),
+)
+
+FORMATS = TORCH + CUDA + VLLM + SERVERS + NVIDIA_ENGINES + KILLERS + OTHERS + LLAMA_CPP + COMPILERS

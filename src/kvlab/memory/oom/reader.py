@@ -52,13 +52,17 @@ def _read(stream: TextIO) -> Findings:
     findings = Findings()
     for block in blocks(stream):
         if not findings.pool_of:
-            findings.pool_of = next((engine for engine in POOL_SETTINGS if engine in block.squeezed), None)
+            findings.pool_of = next((name for name in POOL_SETTINGS if name in block.squeezed), None)
         for found in failures(block):
             if len(findings.found) == MAX_EVENTS:
                 findings.truncated = True
                 return findings
-            if not (findings.found and _belongs_to(found, findings.found[-1])):
-                findings.found.append(found)
+            last = findings.found[-1] if findings.found else None
+            if last and _belongs_to(found, last):
+                continue
+            if last and _was_announced(found, last):
+                findings.found.pop()
+            findings.found.append(found)
     return findings
 
 
@@ -75,6 +79,13 @@ def _belongs_to(found: Found, last: Found) -> bool:
     return True
 
 
+def _was_announced(found: Found, last: Found) -> bool:
+    """Whether the line before only said that something died, and this one says of what."""
+    near = found.line_number - last.last_line_number <= last.announces
+    same = found.family == last.family and found.format.is_oom is not False
+    return bool(last.announces) and near and same
+
+
 def _judge(findings: Findings) -> Diagnosis:
     events = [_event(found, findings.pool_of) for found in findings.found]
     if not events:
@@ -89,7 +100,7 @@ def _event(found: Found, pool_of: str | None) -> Event:
     cause = cause_of(found.family, is_oom, found.format.cause, f)
     if cause == "device_full" and found.family == "torch_cuda" and pool_of and not found.loading_weights:
         cause = "static_pool"
-    advice = advice_for(found.family, is_oom, cause, f, pool_of)
+    advice = advice_for(found, cause, pool_of)
     if found.foreign:
         advice.append("PyTorch prints no tensor shape here: something wrapped or edited its message.")
     return Event(

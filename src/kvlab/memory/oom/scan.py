@@ -4,14 +4,16 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvlab.memory.oom.formats import FORMATS, Format
 from kvlab.memory.oom.model import Family, Figures
 from kvlab.memory.oom.template import anchor, compiled, figures_of
-from kvlab.memory.oom.text import Block, without_colour, without_prefix
+from kvlab.memory.oom.text import Block, prefix_of, squeeze, without_markup, without_prefix
 
 MAX_HITS_PER_BLOCK = 20_000
 MAX_LINE_SHOWN = 240
+MAX_LINE_JUDGED = 2000
 MESSAGE_CHARS = 1600
 # An exception's name or an explanation so close to a message belongs to the message.
 MENTION_REACH = 80
@@ -27,11 +29,18 @@ LOOKS_LIKE_ERROR = re.compile(
 )
 # What stands before words that any program may write: nothing, or something that announces an error.
 ANNOUNCES_ERROR = re.compile(
-    r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:(\]]\s*$"
+    r"^\W{0,4}(?:[\w.]*\.)?$|(?:error|exception|fatal|panic|critical|exhausted|killed)\w*\W{0,2}[:\])]|fail|[:\]]\s*$"
 )
+ERROR_LEVEL = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b")
+IN_BRACKETS = re.compile(r"\(\s*$")
+EXCEPTION_NAME = re.compile(r"(?:.{0,40}exceptiontype:\W{0,4})?(?:[\w.]{0,60}\.)?(?:_?array)?")
+# A traceback shows the line of code that raised, and after it what was raised.
+RAISING_CODE = re.compile(r"(?:^|\braise\s+[\w.]{1,64}\()\s*[bfr]?[\"']$")
+TRACEBACK_LINES = 12
 READS_LIKE_ADVICE = re.compile(
-    r"\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
-    r"|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
+    r"^\W*(?:fix|feat|chore)\w*\b"
+    r"|\b(?:if you|in case|avoid|prevent|may|might|could|can (?:take|lead|cause|run)|consider|running out|risk"
+    r"|refer to|how to|instead of|protect|without|when you|handl\w+|catch\w*|except|def|assert|print|raise|import)\b"
 )
 
 
@@ -39,8 +48,8 @@ READS_LIKE_ADVICE = re.compile(
 class Found:
     """One failure before it is judged.
 
-    foreign: its engine would not have written what follows. loading_weights: it struck before the engine's
-    pool was allocated.
+    announces: within so many lines comes one that tells the same and more. foreign: its engine would not have
+    written what follows. loading_weights: it struck before the engine's pool was allocated.
     """
 
     family: Family
@@ -49,6 +58,7 @@ class Found:
     line: str
     line_number: int
     last_line_number: int
+    announces: int
     foreign: bool
     loading_weights: bool
 
@@ -64,7 +74,7 @@ def failures(block: Block) -> Iterator[Found]:
     hits = _hits(block.squeezed)
     spans = _spans(block, hits, mentions=False, taken=[])
     spans += _spans(block, hits, mentions=True, taken=spans)
-    for span in sorted(spans, key=lambda span: span[0]):
+    for span in sorted(spans, key=lambda span: (block.number_at(span[0]), span[0])):
         yield _found(block, *span)
 
 
@@ -90,7 +100,7 @@ def _spans(block: Block, hits: list[Hit], mentions: bool, taken: list[Span]) -> 
         if nearest >= 0 and taken[nearest][1] > position - MENTION_REACH:
             continue
         match = compiled(entry.start).match(block.squeezed, position)
-        if not match or not _is_meant(entry, block, position):
+        if not match or block.squeezed.startswith(entry.denials, match.end()) or not _is_meant(entry, block, position):
             continue
         end = _message_end(hits, index, match.end(), len(block.squeezed))
         figures, claimed_until = _read_figures(entry, block.squeezed, match, end)
@@ -104,27 +114,44 @@ def _is_meant(entry: Format, block: Block, position: int) -> bool:
         before = block.squeezed[block.start_of_line(position) : position]
         after = position + len(anchor(entry.start))
         ends_line = after in block.starts or after == len(block.squeezed) or block.squeezed[after] == ":"
-        return ends_line and bool(re.fullmatch(r"(?:[\w.]{0,60}\.)?(?:_?array)?", before))
-    if entry.mention:
-        line = without_prefix(without_colour(block.line_at(position)))[:2000].lower()
+        return ends_line and bool(EXCEPTION_NAME.fullmatch(before))
+    if entry.mention or entry.term:
+        line = _as_prose(block.line_at(position))
         if READS_LIKE_ADVICE.search(line):
             return False
-        before, words, _ = line.partition(entry.start.partition(" {")[0].lower())
+        if entry.term:
+            return True
+        before, words, after = line.partition(_first_words(entry))
         if entry.family == "unknown":
-            return bool(words and ANNOUNCES_ERROR.search(before))
+            if ERROR_LEVEL.search(prefix_of(block.line_at(position)[:MAX_LINE_JUDGED])):
+                return bool(words)
+            all_in_brackets = IN_BRACKETS.search(before) and not re.search(r"\w", after)
+            return bool(words and (all_in_brackets or ANNOUNCES_ERROR.search(before)))
         return bool(LOOKS_LIKE_ERROR.search(line))
     return True
 
 
+@lru_cache(maxsize=8)
+def _as_prose(line: str) -> str:
+    return without_prefix(without_markup(line[:MAX_LINE_JUDGED])).lower()
+
+
 def _message_end(hits: list[Hit], index: int, start: int, length: int) -> int:
     """A message reaches to the next one that begins alike, and no further than messages do."""
-    literal = anchor(hits[index][2].start)[:16]
-    for position, _, entry in hits[index + 1 :]:
+    this = hits[index][2]
+    for place in range(index + 1, len(hits)):
+        position, _, other = hits[place]
         if position >= start + MESSAGE_CHARS:
             break
-        if position >= start and anchor(entry.start)[:16] == literal:
+        if position >= start and _begins_alike(this, other):
             return position
     return min(length, start + MESSAGE_CHARS)
+
+
+def _begins_alike(this: Format, other: Format) -> bool:
+    if anchor(other.start)[:16] == anchor(this.start)[:16]:
+        return True
+    return bool(this.figures) and this.figures is other.figures and "outofmemory." in anchor(other.start)
 
 
 def _read_figures(entry: Format, squeezed: str, match: re.Match[str], end: int) -> tuple[Figures, int]:
@@ -144,7 +171,8 @@ def _read_figures(entry: Format, squeezed: str, match: re.Match[str], end: int) 
 def _found(block: Block, start: int, end: int, entry: Format, figures: Figures) -> Found:
     squeezed, family = block.squeezed, entry.family
     if callable(family):
-        family = family(squeezed[max(start - 300, 0) : start], squeezed[start : start + 600])
+        prefix = squeeze(prefix_of(without_markup(block.line_at(start))))
+        family = family(squeezed[max(start - 300, 0) : start] + prefix, squeezed[start : start + 600])
     before = squeezed[max(start - TRACEBACK_CHARS, 0) : start]
     return Found(
         family=family,
@@ -153,11 +181,21 @@ def _found(block: Block, start: int, end: int, entry: Format, figures: Figures) 
         line=_shown(block.line_at(start)),
         line_number=block.number_at(start),
         last_line_number=block.number_at(max(end - 1, 0)),
+        announces=entry.announces or (TRACEBACK_LINES if _is_code(entry, block.line_at(start)) else 0),
         foreign=squeezed.startswith(FOREIGN_WORDS, end),
         loading_weights=any(frame in before for frame in LOADING),
     )
 
 
+def _first_words(entry: Format) -> str:
+    return entry.start.partition("{")[0].strip().lower()
+
+
+def _is_code(entry: Format, line: str) -> bool:
+    before, words, _ = _as_prose(line).partition(_first_words(entry))
+    return bool(words) and bool(RAISING_CODE.search(before.strip()))
+
+
 def _shown(line: str) -> str:
-    line = " ".join(without_colour(line).split())
+    line = " ".join(without_markup(line).split())
     return line if len(line) <= MAX_LINE_SHOWN else line[: MAX_LINE_SHOWN - 1] + "…"

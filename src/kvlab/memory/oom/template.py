@@ -59,6 +59,7 @@ def compiled(template: str) -> re.Pattern[str]:
     return re.compile("".join(parts))
 
 
+@cache
 def anchor(template: str) -> str:
     """The literal text a template begins with, which finds it in a text without running its expression."""
     return squeeze(_PLACEHOLDER.split(template)[0])

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvlab.memory.allocator.settings import AllocatorSettings, TieBreak
+from kvlab.memory.replay.ages import OrderOfAges
 from kvlab.memory.replay.card import run_on_card
 from kvlab.memory.replay.compare import Comparison, Recording, compare
 from kvlab.memory.replay.result import ReplayOom, ReplayResult
@@ -12,6 +13,7 @@ from kvlab.memory.snapshot.records import Snapshot
 
 __all__ = ["ReplayOom", "ReplayResult", "replay"]
 
+_MOST_LESSONS = 3
 _ORDERS: tuple[TieBreak, ...] = ("address", "segment_age", "block_age")
 
 
@@ -33,7 +35,7 @@ def replay(source: str | Path | bytes | Snapshot, gpu_memory_bytes: int | None =
         for recording, run in zip(recordings, runs, strict=True):
             if oom is None and run.initial is not None:
                 oom = run_on_card(recording, run.initial, run.settings, gpu_memory_bytes)
-    return _result(recordings, runs, oom)
+    return _result(recordings, runs, oom, settings_known=snapshot.settings is not None)
 
 
 def _per_device(snapshot: Snapshot) -> list[Recording]:
@@ -55,20 +57,51 @@ def _best_order(recording: Recording, snapshot: Snapshot) -> Comparison:
     """
     names_pool = bool(recording.events) and recording.events[-1].pool_id is not None
     orders = sorted(_ORDERS, key=lambda order: order != "segment_age") if names_pool else _ORDERS
-    settings = AllocatorSettings.from_snapshot(snapshot.settings)
+    settings = _settings_of(recording, snapshot)
     best: Comparison | None = None
     for order in orders:
         run = compare(recording, replace(settings, tie_break=order))
         if best is None or run.alloc_addresses_matched > best.alloc_addresses_matched:
             best = run
         if run.disagreement is None or run.initial is None:
-            break
+            return run
+    for order in orders:
+        if order != "address":
+            run = _with_learned_ages(recording, replace(settings, tie_break=order))
+            if run.disagreement is None:
+                return run
     assert best is not None
     return best
 
 
-def _result(recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None) -> ReplayResult:
-    exact, reason = _verdict(recordings, runs)
+def _settings_of(recording: Recording, snapshot: Snapshot) -> AllocatorSettings:
+    """What the snapshot records; one without settings (torch 2.0) still shows whether segments are expandable."""
+    settings = AllocatorSettings.from_snapshot(snapshot.settings)
+    mapped = any(s.is_expandable for s in recording.segments) or any(
+        e.action == "segment_map" for e in recording.events
+    )
+    return replace(settings, expandable_segments=True) if mapped and snapshot.settings is None else settings
+
+
+def _with_learned_ages(recording: Recording, settings: AllocatorSettings) -> Comparison:
+    """A replay with the order of what was there before, as far as the recording shows it.
+
+    What is learned late may undo what was decided early, so the order counts only if a replay from the first
+    event with it agrees.
+    """
+    order = OrderOfAges()
+    for _ in range(_MOST_LESSONS):
+        compare(recording, settings, order, learn=True)
+        run = compare(recording, settings, order)
+        if run.disagreement is None:
+            break
+    return run
+
+
+def _result(
+    recordings: list[Recording], runs: list[Comparison], oom: ReplayOom | None, *, settings_known: bool
+) -> ReplayResult:
+    exact, reason = _verdict(recordings, runs, settings_known=settings_known)
     return ReplayResult(
         events=sum(len(r.events) for r in recordings),
         alloc_events=sum(r.alloc_events for r in runs),
@@ -94,7 +127,9 @@ def _unknown_ages(run: Comparison) -> str:
     return f"; the order in which the {len(segments)} segments from before the recording came is not recorded"
 
 
-def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool | None, str | None]:
+def _verdict(
+    recordings: list[Recording], runs: list[Comparison], *, settings_known: bool
+) -> tuple[bool | None, str | None]:
     """True, False or None (nothing to judge), and the reason."""
     for run in runs:
         if run.initial is None:
@@ -102,7 +137,10 @@ def _verdict(recordings: list[Recording], runs: list[Comparison]) -> tuple[bool 
     if not any(run.alloc_events for run in runs):
         events = sum(len(r.events) for r in recordings)
         return None, f"the trace holds no allocation to judge ({events} events in all)"
-    for run in runs:
-        if run.disagreement is not None:
-            return False, run.disagreement + _unknown_ages(run)
+    apart = [run for run in runs if run.disagreement is not None]
+    for run in sorted(apart, key=lambda run: run.unknown is not None):
+        unknown = run.unknown or (None if settings_known else "the snapshot does not record the allocator's settings")
+        if unknown is not None:
+            return None, f"{run.disagreement}, but {unknown}"
+        return False, run.disagreement + _unknown_ages(run)
     return True, None

@@ -26,7 +26,7 @@ def run_on_card(
     """
     device = Device(total_bytes=gpu_memory_bytes, next_address=_BEYOND_RECORDED_ADDRESSES)
     allocator = CachingAllocator(device, settings)
-    waiting = restore(allocator, initial, recording.range_begins(initial))
+    waiting = restore(allocator, initial, recording.range_begins(initial, settings))
     for address, block in waiting.items():
         _wait(allocator, address, block)
     if allocator.reserved_bytes > gpu_memory_bytes:

@@ -11,6 +11,7 @@ from kvlab.memory.allocator.device import Device
 from kvlab.memory.allocator.pool import ALLOCATED, DEFAULT_POOL, FREE, Block, PoolId
 from kvlab.memory.allocator.reclaim import release_segment
 from kvlab.memory.allocator.settings import AllocatorSettings
+from kvlab.memory.replay.ages import OrderOfAges
 from kvlab.memory.replay.held import InitialState
 from kvlab.memory.replay.pages import RangeKey, lowest_mapped
 from kvlab.memory.replay.restore import restore
@@ -19,6 +20,7 @@ from kvlab.memory.snapshot.records import ACTIVE_ALLOCATED, INACTIVE, SegmentRec
 
 _UNBOUNDED_BYTES = 1 << 60
 _UNRECORDED_ADDRESS = 1 << 64
+DURING_A_FLUSH = frozenset(("free_completed", "segment_free", "segment_alloc"))
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Recording:
     def allocated_bytes(self) -> int:
         return sum(b.size for s in self.segments for b in s.blocks if b.state == ACTIVE_ALLOCATED)
 
-    def range_begins(self, state: InitialState) -> dict[RangeKey, int]:
-        return lowest_mapped(state.segments, self.segments, self.events)
+    def range_begins(self, state: InitialState, settings: AllocatorSettings) -> dict[RangeKey, int]:
+        return lowest_mapped(state.segments, self.segments, self.events, settings.large_segment_bytes)
 
     def pool_ids(self) -> list[PoolId]:
         """The memory pool of every event. Older traces do not name it; there the segment tells."""
@@ -56,7 +58,10 @@ class Recording:
 
 @dataclass
 class Comparison:
-    """One replay: what agreed, the first thing that did not, and its initial state (None: no replay)."""
+    """One replay: what agreed, the first thing that did not, and its initial state (None: no replay).
+
+    ``unknown``: what the recording does not show and the disagreement may come from, where there is such a thing.
+    """
 
     settings: AllocatorSettings
     alloc_events: int = 0
@@ -67,10 +72,12 @@ class Comparison:
     reserved_bytes: int = 0
     initial: InitialState | None = None
     disagreement: str | None = None
+    unknown: str | None = None
 
-    def disagree(self, what: str) -> None:
+    def disagree(self, what: str, unknown: str | None = None) -> None:
+        """Note the first disagreement, and what it may come from that the recording does not show."""
         if self.disagreement is None:
-            self.disagreement = what
+            self.disagreement, self.unknown = what, unknown
 
 
 class _RecordedDevice(Device):
@@ -104,8 +111,13 @@ class _RecordedDevice(Device):
         return bool(self.recorded) and self.recorded[0].action == action and self.recorded[0].size == size_bytes
 
 
-def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
-    """Replay one device. A trace that contradicts its own final state is not replayed; the result says so."""
+def compare(
+    recording: Recording, settings: AllocatorSettings, order: OrderOfAges | None = None, *, learn: bool = False
+) -> Comparison:
+    """Replay one device. A trace that contradicts its own final state is not replayed; the result says so.
+
+    ``order`` is that of what was there before the first event; with ``learn`` this replay adds to it.
+    """
     result = Comparison(settings)
     events = recording.events
     result.alloc_events = sum(e.action == "alloc" for e in events)
@@ -114,12 +126,14 @@ def compare(recording: Recording, settings: AllocatorSettings) -> Comparison:
     allocator = CachingAllocator(device, settings)
     try:
         state = roll_back(recording.segments, events, settings)
-        waiting = restore(allocator, state, recording.range_begins(state))
+        waiting = restore(allocator, state, recording.range_begins(state, settings))
     except InconsistentTraceError as error:
         result.disagree(str(error))
         return result
     result.initial = state
-    _Follower(recording, allocator, device, waiting, result).run()
+    if order is not None:
+        order.impose(allocator, waiting)
+    _Follower(recording, allocator, device, waiting, result, order if learn else None).run()
     result.segment_allocs_matched = device.matched
     result.allocated_bytes = allocator.stats.all.allocated_bytes.current
     result.reserved_bytes = allocator.reserved_bytes
@@ -136,6 +150,7 @@ class _Follower:
     device: _RecordedDevice
     waiting: dict[int, Block]
     result: Comparison
+    order: OrderOfAges | None
     moved: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -145,19 +160,25 @@ class _Follower:
             allocator.free_request,
             allocator.free_complete,
         )
-        matched = 0
+        matched, order = 0, self.order
         pool_ids = self.recording.pool_ids()
         for place, event in enumerate(self.recording.events):
             action, address, size, stream = event[:4]
             try:
                 if action == "alloc":
+                    if order is not None:
+                        order.watch(allocator, *allocator.served_from(size, pool_ids[place]), stream, address)
+                    hidden = self._hide_what_came_too_late(place, pool_ids[place]) if device.recorded else ()
                     got = malloc(size, stream, pool_id=pool_ids[place])
+                    for block in hidden:
+                        block.pool.put(block)
                     if got == address:
                         matched += 1
                     else:
                         moved[address] = got
                         self.result.disagree(
-                            f"event {place} allocates {size:,} bytes at {address:#x}, the model at {got:#x}"
+                            f"event {place} allocates {size:,} bytes at {address:#x}, the model at {got:#x}",
+                            self._unknown(place, address, got),
                         )
                     if device.recorded:
                         self._not_asked_for(place)
@@ -174,6 +195,40 @@ class _Follower:
             except (InvalidPointerError, KeyError):
                 self.result.disagree(f"event {place} ({action}) names a block that the model does not have")
         self.result.alloc_addresses_matched = matched
+
+    def _hide_what_came_too_late(self, place: int, pool_id: PoolId) -> list[Block]:
+        """Blocks that became free when the card was flushed on behalf of this allocation: by then PyTorch had
+        searched its pool, and it does not search again."""
+        events, at = self.recording.events, place - 1
+        while at >= 0 and events[at].action in DURING_A_FLUSH:
+            at -= 1
+        during = events[at + 1 : place]
+        late = [e.address for e in during if e.action == "free_completed"]
+        if not late or not any(e.action == "segment_free" for e in during):
+            return []
+        event, hidden = events[place], []
+        pool, size = self.allocator.served_from(event.size, pool_id)
+        while True:
+            free, first = pool.at_least(size, event.stream)
+            block = free[first][3] if first < len(free) else None
+            if block is None or block.expandable or not _holds_any(block, late):
+                return hidden
+            pool.remove(block)
+            hidden.append(block)
+
+    def _unknown(self, place: int, address: int, got: int) -> str | None:
+        """What the recording leaves open that may have led the model elsewhere."""
+        initial, asked = self.result.initial, self.device.recorded
+        if place == 0:
+            return "the history begins in the middle of this allocation"
+        if initial.is_unsettled(address) or initial.is_unsettled(got):
+            return "how much a block from before the recording had absorbed there is not recorded"
+        if asked and asked[0].action == "segment_map" and not self._continues_pages(asked[0].address):
+            return "the card's addresses for this pool were used up, and how many they were is not recorded"
+        return None
+
+    def _continues_pages(self, address: int) -> bool:
+        return any(b.expandable and b.mapped and b.address + b.size == address for b in self.allocator.blocks())
 
     def _not_asked_for(self, place: int) -> None:
         asked = self.device.recorded
@@ -196,6 +251,10 @@ class _Follower:
                     return
                 break
         self.result.disagree(f"event {place} unmaps pages at {event.address:#x} that are not idle in the model")
+
+
+def _holds_any(block: Block, addresses: Sequence[int]) -> bool:
+    return any(block.address <= address < block.address + block.size for address in addresses)
 
 
 def _compare_layout(segments: Sequence[SegmentRecord], blocks: list[Block], result: Comparison) -> None:

@@ -41,7 +41,11 @@ class HeldSegment:
 @dataclass
 class InitialState:
     """Segments in order of address, and the blocks in use in them by address; the rest of a segment is
-    free."""
+    free. ``unsettled`` are segments with a block whose end the recording does not show."""
 
     segments: list[HeldSegment] = field(default_factory=list)
     blocks: dict[int, HeldBlock] = field(default_factory=dict)
+    unsettled: list[HeldSegment] = field(default_factory=list)
+
+    def is_unsettled(self, address: int) -> bool:
+        return any(s.address <= address < s.end for s in self.unsettled)

@@ -8,28 +8,33 @@ from kvlab.memory.allocator.sizes import SMALL_REQUEST_BYTES
 from kvlab.memory.replay.held import HeldSegment
 from kvlab.memory.snapshot.records import SegmentRecord, TraceEvent
 
+_OF_BLOCKS = frozenset(("alloc", "free_requested", "free_completed"))
 RangeKey = tuple[int, bool, PoolId]
 """The stream, whether the pool is the small one, and the memory pool: each has one range of addresses."""
 
 
 class SizeClasses:
-    """Which pool an address belongs to, by the nearest block of the same stream whose size is known.
+    """Which pool pages belong to: the small one if they are no whole large pages, else that of the nearest block of
+    the same stream whose size is known.
 
     The ranges of the small and the large pool lie further apart than any two pages of one of them.
     """
 
-    def __init__(self, segments: Iterable[SegmentRecord], events: Iterable[TraceEvent]) -> None:
+    def __init__(self, segments: Iterable[SegmentRecord], events: Iterable[TraceEvent], large_page_bytes: int) -> None:
+        self._large_page_bytes = large_page_bytes
         self._seen: dict[int, list[tuple[int, bool]]] = {}
         for s in segments:
             if s.is_expandable:
                 insort(self._seen.setdefault(s.stream, []), (s.address, s.is_small))
-        seen = {(e.stream, e.address, e.size <= SMALL_REQUEST_BYTES) for e in events if e.action == "alloc"}
+        seen = {(e.stream, e.address, e.size <= SMALL_REQUEST_BYTES) for e in events if e.action in _OF_BLOCKS}
         for stream, address, is_small in seen:
             self._seen.setdefault(stream, []).append((address, is_small))
         for places in self._seen.values():
             places.sort()
 
     def key(self, event: TraceEvent) -> RangeKey:
+        if event.size % self._large_page_bytes:
+            return event.stream, True, event.pool_id or (0, 0)
         places = self._seen.get(event.stream, [])
         at = bisect_left(places, (event.address,))
         near = places[max(at - 1, 0) : at + 1]
@@ -69,7 +74,10 @@ class MappedPages:
 
 
 def lowest_mapped(
-    runs: Iterable[HeldSegment], segments: Iterable[SegmentRecord], events: Sequence[TraceEvent]
+    runs: Iterable[HeldSegment],
+    segments: Iterable[SegmentRecord],
+    events: Sequence[TraceEvent],
+    large_page_bytes: int,
 ) -> dict[RangeKey, int]:
     """Where each range begins: pages are mapped from the lowest address upwards."""
     lowest: dict[RangeKey, int] = {}
@@ -82,7 +90,7 @@ def lowest_mapped(
             note(run.range_key, run.address)
     mapped = [e for e in events if e.action in ("segment_map", "segment_unmap")]
     if mapped:
-        classes = SizeClasses(segments, events)
+        classes = SizeClasses(segments, events, large_page_bytes)
         for event in mapped:
             note(classes.key(event), event.address)
     return lowest

@@ -48,9 +48,10 @@ def _cut(
 ) -> list[Block]:
     """The blocks of a segment: those in use, and a free one in each gap."""
     blocks, at, age = [], segment.address, allocator.next_age()
+    each_its_own = allocator.settings.tie_break == "block_age"
 
     def add(address: int, size: int) -> Block:
-        block = Block(address, size, segment.stream, pool, age)
+        block = Block(address, size, segment.stream, pool, allocator.next_age() if each_its_own else age)
         blocks.append(block)
         return block
 

@@ -60,7 +60,7 @@ def roll_back(
             if not pages.remove(address, size):
                 raise _contradiction(place, event, "but these pages were not mapped afterwards")
         elif action == "segment_unmap":
-            classes = classes or SizeClasses(segments, events)
+            classes = classes or SizeClasses(segments, events, settings.large_segment_bytes)
             pages.add(address, size, classes.key(event))
     state.segments = sorted((*held.values(), *pages.runs()), key=lambda s: s.address)
     for before, after in pairwise(state.segments):
@@ -113,21 +113,25 @@ def _settle_sizes(state: InitialState, events: Sequence[TraceEvent], settings: A
             elif gap > 0:
                 open_ends[addresses[place] + block.size] = addresses[place]
     if open_ends:
-        _watch_gaps(state, events, open_ends)
+        never_shown = _watch_gaps(state, events, open_ends)
+        state.unsettled = [s for s in state.segments if any(s.address <= begin < s.end for begin in never_shown)]
 
 
-def _watch_gaps(state: InitialState, events: Sequence[TraceEvent], open_ends: dict[int, int]) -> None:
-    ends = sorted(open_ends)
+def _watch_gaps(state: InitialState, events: Sequence[TraceEvent], open_ends: dict[int, int]) -> set[int]:
+    """Settle what can be; returns the addresses of the blocks that went before anything showed their end."""
+    ends, unsettled = sorted(open_ends), set(open_ends.values())
     for event in events:
         if event.action == "alloc":
             place = bisect_right(ends, event.address) - 1
             if place >= 0 and event.address - ends[place] <= SMALL_REQUEST_BYTES:
                 begin = open_ends[ends.pop(place)]
                 state.blocks[begin].size = event.address - begin
+                unsettled.discard(begin)
         elif event.action == "free_completed" and event.address in state.blocks:
             end = event.address + state.blocks[event.address].size
             place = bisect_left(ends, end)
             if place < len(ends) and ends[place] == end:
                 del ends[place]
         if not ends:
-            return
+            break
+    return unsettled

@@ -28,7 +28,7 @@ _STATES = {
 }
 _ACTIONS = frozenset(
     (
-        *("alloc", "free_requested", "free_completed", "snapshot", "oom"),
+        *("alloc", "free_requested", "free_completed", "oom", "snapshot", "workspace_snapshot", "user_defined"),
         *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
     )
 )
@@ -212,6 +212,8 @@ class _Parser:
             address = get("device_free", 0)
         if type(action) is not str or action not in _ACTIONS:
             raise SnapshotError(f"a trace entry has the unknown action {_brief(action)}")
+        if not type(size) is type(stream) is type(address) is int:
+            size, stream, address = map(_from_text, (size, stream, address))
         if not (
             type(size) is type(stream) is type(address) is int
             and 0 <= size < _SIZE_END
@@ -257,10 +259,10 @@ class _Parser:
         if (
             not isinstance(raw, tuple | list)
             or len(raw) != 2
-            or not all(type(n) is int and 0 <= n < _ADDRESS_END for n in raw)
+            or not all(type(_from_text(n)) is int and 0 <= _from_text(n) < _ADDRESS_END for n in raw)
         ):
             raise SnapshotError(f"{_brief(raw)} is no memory pool id")
-        return (raw[0], raw[1])
+        return (_from_text(raw[0]), _from_text(raw[1]))
 
     def _list(self, raw: Any, what: str) -> Iterable[Any]:
         if not isinstance(raw, list):
@@ -275,10 +277,15 @@ class _Parser:
 
 def _natural(raw: dict, key: str, default: int | None = None, end: int = _ADDRESS_END) -> int:
     """A whole number from 0 to below ``end``."""
-    number = raw.get(key, default)
+    number = _from_text(raw.get(key, default))
     if type(number) is not int or not 0 <= number < end:
         raise SnapshotError(f"{key} should be a whole number below {end:,}, not {_brief(number)}")
     return number
+
+
+def _from_text(value: Any) -> Any:
+    """JSON from a program whose numbers cannot hold an address writes it as a text."""
+    return int(value) if type(value) is str and len(value) < 24 and value.isascii() and value.isdecimal() else value
 
 
 def _require_shallow(value: Any) -> None:
