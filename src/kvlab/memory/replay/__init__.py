@@ -131,16 +131,16 @@ def _verdict(
     recordings: list[Recording], runs: list[Comparison], *, settings_known: bool
 ) -> tuple[bool | None, str | None]:
     """True, False or None (nothing to judge), and the reason."""
-    for run in runs:
-        if run.initial is None:
-            return None, run.disagreement
     if not any(run.alloc_events for run in runs):
         events = sum(len(r.events) for r in recordings)
         return None, f"the trace holds no allocation to judge ({events} events in all)"
+    for run in runs:
+        if run.initial is None:
+            return False, run.disagreement
     apart = [run for run in runs if run.disagreement is not None]
     for run in sorted(apart, key=lambda run: run.unknown is not None):
         unknown = run.unknown or (None if settings_known else "the snapshot does not record the allocator's settings")
         if unknown is not None:
-            return None, f"{run.disagreement}, but {unknown}"
+            return False, f"{run.disagreement}; but {unknown}, so this need not be the model's error"
         return False, run.disagreement + _unknown_ages(run)
     return True, None

@@ -17,9 +17,9 @@ class ReplayResult(BaseModel):
     """How far the model agrees with a recording.
 
     ``exact`` is True if every address, every cudaMalloc and the final state agree, False if not, and None
-    if there is nothing to judge, or if what disagrees hangs on something that no recording shows; ``reason``
-    says why in the last two cases. ``tie_break`` is the rule for
-    equally large blocks under which it was judged: it differs between versions of torch (see ``TieBreak``).
+    if there is nothing to judge; ``reason`` says why in the last two cases, and what the recording does not show
+    where the disagreement may come from that. ``tie_break`` is the rule for equally large blocks under which it was
+    judged: it differs between versions of torch (see ``TieBreak``).
     """
 
     model_config = ConfigDict(frozen=True)
