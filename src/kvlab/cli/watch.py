@@ -17,8 +17,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Column, Table
 
-from kvlab.cli.base import app, printable
+from kvlab.cli.base import app
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 if TYPE_CHECKING:
     from kvlab.memory.nvml import CardReading, Mark, Notice, Sample, Sources, StopRequest

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlab.memory.nvml import Sampler, sources_here
 from kvlab.memory.oom import diagnose
+from kvlab.printable import printable
 from kvlab.recorder.failure import Failure, Told
 
 KEEP_S = 60.0
@@ -166,7 +167,7 @@ class FlightRecorder:
         self._complained = True
         try:
             text = f"{type(what).__name__}: {what}" if isinstance(what, BaseException) else str(what)
-            line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())[:500])
+            line = printable(" ".join(text.split())[:500])
             print(f"kvlab flight recorder: {line}", file=sys.stderr, flush=True)
         except Exception:  # standard error may be closed, full or gone
             pass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 TABLES = (
     "EXPORT_META_DATA",  # its name in schema 3.0
@@ -115,7 +116,7 @@ class Export:
             return ExportError(
                 f"{self.path} takes longer than {self.limit_s:.0f} s to read, far more than its size asks"
             )
-        said = "".join(c if c.isprintable() else " " for c in str(error)[:200])  # SQLite quotes the file in it
+        said = printable(str(error)[:200], " ")  # SQLite quotes the file in it
         return ExportError(f"{self.path} is damaged, or no export of nsys: {said}")
 
 
