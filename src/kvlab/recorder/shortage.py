@@ -6,6 +6,8 @@ from types import FrameType, TracebackType
 
 from kvlab.memory.oom import diagnose
 
+LONGEST = 1 << 20  # characters of a message that are read; no allocator says as much
+
 
 def chain(error: BaseException, handled_before: BaseException | None = None) -> Iterator[BaseException]:
     """The exception that leaves a block, those it came from, and those in its groups, each once.
@@ -57,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         text = str(error)
     except BaseException:  # an exception that cannot say what it is
         return False
-    return diagnose(f"{type(error).__name__}: {text}").is_oom is True
+    return diagnose(f"{type(error).__name__}: {text[:LONGEST]}").is_oom is True
 
 
 def is_from_allocator(error: BaseException) -> bool:

@@ -1,7 +1,9 @@
 """Samples of cards through the real pynvml on a library without a driver behind it, and of processes."""
 
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from kvlab.memory.nvml import (
     read_samples,
     reset_peak,
 )
+from kvlab.memory.nvml import sampler as sampling
 from kvlab.memory.nvml.file import SampleWriter
 
 MIB = 2**20
@@ -184,6 +187,60 @@ def test_drivers_that_are_not_loaded_or_do_not_match_are_told_apart(watch):
     assert "installed but not loaded" in watch(INIT=9)[2]
     assert "differ in version" in watch(INIT=18)[2]
     assert "no GPU" in watch(GPUS=0)[2]
+
+
+EVERY_CODE = """
+import collections, itertools, json, os, sys
+import pynvml
+from kvlab.errors import KvlabError
+from kvlab.memory.nvml import GpuSource, Sources
+
+def read(call, code, seconds):
+    os.environ |= {"FAKE_NVML_WITH": str(code), "FAKE_NVML_REFUSES": call if seconds == 0 else ""}
+    try:
+        sources = Sources(gpus=GpuSource())
+        said = [sources.read(0.0).cards]
+        os.environ["FAKE_NVML_REFUSES"] = call
+        said += [sources.read(t_s).cards for t_s in (1.0, 2.0)] if seconds else []
+        sources.close()
+        notices = sources.take_notices()
+    except KvlabError as error:
+        said, notices = [], [str(error)]
+    assert not any(chr(10) in notice for notice in notices)
+    return "nothing" if not said else "less" if notices or not said[-1] or None in said[-1][0][:6] else "all"
+
+codes = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")} | {-1, 777, 2**31 - 1}
+found = collections.defaultdict(set)
+for mig, call, code, seconds in itertools.product("01", sys.argv[1:], codes, (0, 1)):
+    os.environ["FAKE_NVML_MIG"] = mig
+    found[call].add(read(call, code, seconds))
+print(json.dumps({call: sorted(outcomes) for call, outcomes in found.items()}))
+"""
+
+
+def test_whatever_a_call_of_the_driver_answers_is_less_to_see_or_one_line(library):
+    calls = re.findall(r"^int (nvml\w+)\(", FAKE.read_text(), re.M)
+    calls += [f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics")]
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_CODE, *calls],
+        env=os.environ | {"LD_LIBRARY_PATH": str(library["v2"])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 15
+    assert {call for call, outcomes in found.items() if "nothing" in outcomes} == {
+        "nvmlInitWithFlags",
+        "nvmlDeviceGetCount_v2",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+        "nvmlDeviceGetMaxMigDeviceCount",
+        "nvmlDeviceGetMigMode",
+    }
+    assert found["nvmlDeviceGetMemoryInfo_v2"] == ["less"]
+    assert found["nvmlSystemGetProcessName"] == ["all", "less"]  # less: it is divided by MIG
 
 
 def test_a_process_is_sampled_beside_the_cards(watch):
@@ -353,6 +410,63 @@ def test_a_file_that_can_no_longer_be_written_becomes_a_notice_and_sampling_goes
     assert sampler.notices[0].message.startswith("the samples are no longer written")
     assert len(sampler.notices) == 1
     assert taken > 3
+
+
+FORKS = """
+import os, sys, time
+from kvlab.memory.nvml import ProcessSource, Sampler, Sources
+
+sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=sys.argv[1])
+sampler.start()
+while sampler.taken < 3:
+    time.sleep(0.01)
+with sampler._writer._lock:  # as the thread holds it while it writes
+    child = os.fork()
+    if child == 0:
+        sampler.mark("child")
+        sampler.stop()
+        sys.exit(3)
+    status = os.waitpid(child, 0)[1]
+taken = sampler.taken
+while sampler.taken < taken + 3:
+    time.sleep(0.01)
+sampler.mark("parent")
+if sys.argv[2] == "stop":
+    sampler.stop()
+sys.exit(os.waitstatus_to_exitcode(status) + 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "exit without it"])
+def test_a_forked_child_ends_at_once_and_leaves_the_file_to_its_parent(tmp_path, end):
+    kept = tmp_path / "samples.jsonl"
+    done = subprocess.run([sys.executable, "-c", FORKS, kept, end], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (4, "")
+    recording = read_samples(kept)
+    assert len(recording.samples) >= 6
+    assert [mark.name for mark in recording.marks] == ["parent"]
+    assert all(b.t_s > a.t_s for a, b in pairwise(recording.samples))
+
+
+def test_a_file_that_hangs_does_not_hang_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "HANGS_S", 0.2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # and never reads
+    sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=pipe)
+    with sampler:
+        fcntl.fcntl(sampler._writer._file.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+        stop_s, held = time.monotonic() + 60, 0
+        while held < 20:  # looks one after another at which a write is under way, and the same
+            taken = sampler.taken
+            time.sleep(0.02)
+            held = held + 1 if sampler._writer._lock.locked() and sampler.taken == taken > 10 else 0
+            assert time.monotonic() < stop_s
+    assert sampler._thread.is_alive()
+    os.close(reader)  # the write ends with EPIPE, and the thread with it
+    sampler._thread.join(60)
+    sampler.stop()
+    assert sampler.notices[0].message == "the samples are no longer written: Broken pipe"
 
 
 def test_intervals_outside_20_ms_to_1_s_are_refused():
