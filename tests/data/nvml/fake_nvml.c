@@ -142,9 +142,11 @@ static int list(unsigned *count, Process *processes, const Process *listed, unsi
 
 int COMPUTE(Device *device, unsigned *count, Process *processes) {
     REFUSE_IF_TOLD;
+    static unsigned asked; /* FAKE_NVML_ENDS: every second time the larger process is not there */
     unsigned long long used = setting("FAKE_NVML_NO_FIGURES", 0) ? NOT_AVAILABLE : 600 * MIB;
     const Process listed[] = {{77, 200 * MIB, 0, 0}, {4242, used, 0, 0}};
-    return list(count, processes, listed, 2);
+    int ended = setting("FAKE_NVML_ENDS", 0) && processes && asked++ % 2;
+    return list(count, processes, listed, ended ? 1 : 2);
 }
 
 int GRAPHICS(Device *device, unsigned *count, Process *processes) {
@@ -156,7 +158,9 @@ int GRAPHICS(Device *device, unsigned *count, Process *processes) {
 int nvmlSystemGetProcessName(unsigned pid, char *name, unsigned length) {
     REFUSE_IF_TOLD;
     if (pid == 77) return NOT_FOUND;
+    static unsigned asked;
     snprintf(name, length, "serve.py\x1b[2J");
+    if (setting("FAKE_NVML_ENDS", 0)) snprintf(name, length, "program %u", asked++);
     return SUCCESS;
 }
 

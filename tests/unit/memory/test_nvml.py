@@ -1,15 +1,19 @@
 """Samples of cards through the real pynvml on a library without a driver behind it, and of processes."""
 
+import contextlib
 import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -115,6 +119,12 @@ def test_processes_are_listed_once_with_the_larger_figure_and_a_name_where_there
         {"pid": 4242, "used_bytes": 600 * MIB, "name": "serve.py\x1b[2J"},
         {"pid": 77, "used_bytes": 210 * MIB, "name": None},
     ]
+
+
+def test_a_process_that_has_the_number_of_one_that_ended_has_a_name_of_its_own(watch):
+    _, entries, _ = watch("--duration=1.2", ENDS=1)
+    seen = [[use["name"] for use in each["cards"][0]["processes"] if use["pid"] == 4242] for each in entries[1:]]
+    assert [names for names, _ in groupby(seen)][:3] == [["program 0"], [], ["program 1"]]
 
 
 def test_a_driver_that_lists_no_processes_to_us_leaves_none_and_not_an_empty_list(watch):
@@ -325,6 +335,132 @@ def test_a_signal_may_stop_it_at_any_moment_of_its_wait():
 def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_interrupted():
     with pytest.raises(subprocess.TimeoutExpired):
         interrupt_waits(stop="threading.Event()", make="set", is_made="is_set()")
+
+
+class OnTerminal:
+    """``kvlab watch`` on a terminal of its own."""
+
+    def __init__(self, *arguments: str, **options):
+        self.terminal, side = pty.openpty()
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [sys.executable, "-m", "kvlab.cli", "watch", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=side, stdout=side, stderr=side, start_new_session=True, **options
+        )
+        os.close(side)
+        self.shown = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.terminal)
+
+    def show(self, until: bytes = b"at its peak", times: int = 1) -> None:
+        while self.shown.count(until) < times:
+            self.shown += os.read(self.terminal, 65536)
+
+    def end(self) -> tuple[int, str]:
+        """The exit status and everything that was shown."""
+        with contextlib.suppress(OSError):  # EIO: nobody is on the other side any more
+            while part := os.read(self.terminal, 65536):
+                self.shown += part
+        return self.process.wait(timeout=60), self.shown.decode(errors="replace")
+
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+def check_it_ended_in_order(shown: str) -> None:
+    assert shown.rfind(SHOW) > shown.rfind(HIDE) > -1
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_the_terminal_as_it_was(number):
+    with OnTerminal() as watching:
+        watching.show()
+        watching.process.send_signal(number)
+        status, shown = watching.end()
+    assert status == 0
+    check_it_ended_in_order(shown)
+
+
+def test_a_terminal_of_any_size_will_do():
+    with OnTerminal("--interval=0.02") as watching:
+        for size in ((5, 20), (1, 1), (0, 0), (200, 400)):
+            watching.shown = b""
+            fcntl.ioctl(watching.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            watching.process.send_signal(signal.SIGWINCH)
+            watching.show(b"\x1b[1A", times=3)  # three times up again, to draw anew
+        watching.process.terminate()
+        assert watching.end()[0] == 0
+
+
+def test_a_terminal_that_is_closed_ends_it_in_order(tmp_path):
+    kept = tmp_path / "samples.jsonl"
+    with OnTerminal(f"--out={kept}") as watching:
+        watching.show()
+        os.close(watching.terminal)
+        assert watching.process.wait(timeout=60) == 0
+    assert len(read_samples(kept).samples) >= 1
+
+
+def test_a_full_disk_is_one_line_with_the_name_of_the_file_on_a_terminal_that_can_be_used():
+    with OnTerminal("--out=/dev/full") as watching:
+        status, shown = watching.end()
+    assert status == 2
+    check_it_ended_in_order(shown)
+    assert "kvlab: /dev/full can no longer be written: No space left on device" in shown
+
+
+def test_a_full_standard_error_does_not_end_it():
+    command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=0.1", "--interval=0.02"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert done.stdout.count(" s  ") >= 2
+
+
+def test_one_signal_sent_twice_is_one_signal(tmp_path):
+    kept = tmp_path / "samples.jsonl"
+    watching = start("--interval=1", f"--out={kept}", start_new_session=True)
+    lines = [watching.stdout.readline(), watching.stdout.readline()]
+    for send in (os.kill, os.killpg):  # as timeout(1) does
+        send(watching.pid, signal.SIGTERM)
+    rest, err = watching.communicate(timeout=30)
+    assert watching.returncode in (0, -signal.SIGTERM), err  # the latter: it met one that was already at its end
+    assert "Traceback" not in err
+    assert "stopped" not in err
+    assert all(json.loads(line) for line in lines + rest.splitlines() + kept.read_text().splitlines())
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    watching = start("--interval=0.02", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    watching.stdout.readline()
+    watching.send_signal(signal.SIGHUP)
+    for _ in range(5):
+        assert watching.stdout.readline()
+    watching.terminate()
+    watching.communicate(timeout=30)
+    assert watching.returncode == 0
+
+
+def test_moments_at_which_it_was_stopped_are_left_out():
+    watching = start("--interval=0.02")
+    times = [json.loads(watching.stdout.readline()).get("t_s") for _ in range(4)]
+    watching.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, watching.pid, os.WSTOPPED | os.WNOWAIT)
+    time.sleep(0.5)
+    watching.send_signal(signal.SIGCONT)
+    times += [json.loads(watching.stdout.readline()).get("t_s") for _ in range(30)]
+    watching.terminate()
+    watching.communicate(timeout=30)
+    times = [t_s for t_s in times if t_s is not None]
+    assert max(b - a for a, b in pairwise(times)) > 0.4
+    assert times[-1] > 0.02 * (len(times) - 2) + 0.4
 
 
 def test_a_reader_that_goes_away_ends_it_in_order():
