@@ -1,5 +1,6 @@
 """The flight recorder: real failures leave their evidence, and nothing that goes wrong in it reaches the program."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -547,6 +548,37 @@ def test_blocks_of_one_recorder_may_overlap_as_those_of_threads_do(tmp_path):
     assert len(folders(tmp_path)) == 2  # still observed after the second block had ended
     told_by_pytorch()
     assert len(folders(tmp_path)) == 2
+
+
+def test_tasks_of_one_loop_share_a_recorder_and_only_the_one_without_memory_is_kept(tmp_path):
+    recorder = kvlab.flight_recorder(tmp_path)
+
+    async def task(number: int) -> None:
+        with recorder:
+            await asyncio.sleep(0.01 * number)
+            if number == 1:
+                raise MemoryError
+            if number == 2:
+                raise ValueError
+
+    async def chunks():
+        with recorder:
+            yield 1
+
+    async def all_of_it() -> list:
+        ended = await asyncio.gather(*map(task, range(4)), return_exceptions=True)
+        stream = chunks()
+        await anext(stream)
+        try:
+            raise MemoryError("of somebody else")
+        except MemoryError:
+            await stream.aclose()
+        return ended
+
+    ended = asyncio.run(all_of_it())
+    assert [type(each) for each in ended] == [type(None), MemoryError, ValueError, type(None)]
+    assert len(folders(tmp_path)) == 1
+    assert flight._recorders == []
 
 
 def test_a_failing_thread_does_not_wait_for_ever_for_one_that_waits_for_it(tmp_path, capsys, monkeypatch):
