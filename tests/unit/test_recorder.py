@@ -421,6 +421,13 @@ def test_a_cache_whose_bytes_cannot_be_had_costs_only_its_account(tmp_path, caps
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_cache_that_cannot_even_say_why_costs_no_more(tmp_path):
+    fail_in(kvlab.flight_recorder(tmp_path, kv_bytes=raise_unprintable))
+    (folder,) = folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == PARTS
+    assert "Unprintable" in (folder / "index.html").read_text()
+
+
 def test_the_line_on_standard_error_does_not_steer_the_terminal(tmp_path, capsys):
     def kv_bytes():
         raise ValueError("\x1b]0;title\x07")

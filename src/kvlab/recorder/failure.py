@@ -93,7 +93,7 @@ class Failure:
             unfinished.replace(self.folder / name)
             self.lost.pop(name, None)
         except Exception as error:
-            self.lost[name] = f"{type(error).__name__}: {error}"[:200]
+            self.lost[name] = _reason(error)
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
 
@@ -103,7 +103,7 @@ class Failure:
             try:
                 bytes_now = int(kv_bytes())
             except Exception as error:
-                self.lost["the cache's bytes"] = f"{type(error).__name__}: {error}"[:200]
+                self.lost["the cache's bytes"] = _reason(error)
         self.ledger = ledger_of_process(bytes_now) if device is None else ledger_on_cuda(bytes_now, device=device)
         return self.ledger.model_dump_json(indent=1)
 
@@ -154,6 +154,13 @@ class Failure:
             files=files,
             lost=self.lost,
         )
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:200]
+    except Exception:  # it cannot say
+        return type(error).__name__
 
 
 def _json(content: Any) -> str:
