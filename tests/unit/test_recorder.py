@@ -1,10 +1,13 @@
 """The flight recorder: real failures leave their evidence, and nothing that goes wrong in it reaches the program."""
 
+import asyncio
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +19,8 @@ import kvlab
 from kvlab.budget import run_under_budget
 from kvlab.memory.nvml import read_samples
 from kvlab.recorder import flight
-from kvlab.recorder.flight import ROOM_BYTES, chain, is_out_of_memory
+from kvlab.recorder.flight import ROOM_BYTES
+from kvlab.recorder.shortage import chain, is_out_of_memory
 
 MIB = 2**20
 PARTS = {"message.txt", "diagnosis.json", "ledger.json", "samples.jsonl", "facts.json", "index.html"}
@@ -172,6 +176,188 @@ def test_whatever_form_an_out_of_memory_takes_it_is_kept(tmp_path, work, error):
     assert {path.name for path in folders(tmp_path)[0].iterdir()} == PARTS
 
 
+def handled_around(failing):
+    """Fail in a recorder while somebody else's MemoryError is being handled."""
+
+    def work(recorder):
+        try:
+            raise MemoryError("somebody else's")
+        except MemoryError:
+            with recorder:
+                failing()
+
+    return work
+
+
+def raise_in_handler_of_its_own():
+    try:
+        raise KeyError("the block's own")
+    except KeyError:
+        raise ValueError("and a mistake in its handler")  # noqa: B904  (the context is what is tested)
+
+
+def steps(recorder):
+    with recorder:
+        yield 1
+        raise ValueError("mine")
+
+
+def close_while_handling(recorder):
+    stream = steps(recorder)
+    next(stream)
+    try:
+        raise MemoryError("somebody else's")
+    except MemoryError:
+        stream.close()
+    raise ValueError
+
+
+def call_while_handling(recorder):
+    stream = steps(recorder)
+    next(stream)
+    try:
+        raise MemoryError("somebody else's")
+    except MemoryError:
+        next(stream)
+
+
+def throw_while_handling(recorder):
+    stream = steps(recorder)
+    next(stream)
+    try:
+        raise MemoryError("somebody else's")
+    except MemoryError:
+        stream.throw(ValueError("yours"))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        handled_around(lambda: int("x")),
+        handled_around(raise_in_handler_of_its_own),
+        handled_around(lambda: handled_deeper(lambda: int("x"))),
+        close_while_handling,
+        call_while_handling,
+        throw_while_handling,
+    ],
+)
+def test_a_shortage_that_is_handled_around_the_block_is_not_the_blocks(tmp_path, work):
+    with pytest.raises(ValueError):  # noqa: PT011
+        work(kvlab.flight_recorder(tmp_path))
+    assert folders(tmp_path) == []
+
+
+def handled_deeper(failing):
+    try:
+        raise KeyError
+    except KeyError:
+        failing()
+
+
+def raise_after_shortage():
+    try:
+        raise MemoryError("the block's own")
+    except MemoryError:
+        int("x")
+
+
+@contextlib.contextmanager
+def recorded(recorder):
+    with recorder:
+        yield
+
+
+@contextlib.contextmanager
+def recorded_and_translated(recorder):
+    with recorder:
+        try:
+            yield
+        except ValueError:
+            raise KeyError("translated")  # noqa: B904  (the context is what is tested)
+
+
+class Recorded:
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def __enter__(self):
+        self.recorder.__enter__()
+
+    def __exit__(self, *error):
+        return self.recorder.__exit__(*error)
+
+
+@contextlib.contextmanager
+def recorded_on_a_stack(recorder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(recorder)
+        yield
+
+
+def reraise_in_block(block):
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        with block:
+            raise error
+
+
+def name_it_as_the_cause(block):
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        with block:
+            raise ValueError from error
+
+
+def fail_in_a_stream(block):
+    def stream():
+        with block:
+            yield 1
+            raise_after_shortage()
+
+    list(stream())
+
+
+def fail_directly(block):
+    with block:
+        try:
+            raise MemoryError("the block's own")
+        except MemoryError:
+            int("x")
+
+
+def fail_below(block):
+    with block:
+        raise_after_shortage()
+
+
+def fail_while_another_is_handled(block):
+    try:
+        raise MemoryError("somebody else's")
+    except MemoryError:
+        with block:
+            raise_after_shortage()
+
+
+@pytest.mark.parametrize("wrapped", [lambda r: r, recorded, recorded_and_translated, Recorded, recorded_on_a_stack])
+@pytest.mark.parametrize(
+    "work",
+    [
+        fail_directly,
+        fail_below,
+        fail_in_a_stream,
+        fail_while_another_is_handled,
+        reraise_in_block,
+        name_it_as_the_cause,
+    ],
+)
+def test_a_shortage_that_arose_in_the_block_is_kept_however_the_block_is_made(tmp_path, work, wrapped):
+    with pytest.raises((ValueError, KeyError, MemoryError)):
+        work(wrapped(kvlab.flight_recorder(tmp_path)))
+    assert len(folders(tmp_path)) == 1
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -235,6 +421,13 @@ def test_a_cache_whose_bytes_cannot_be_had_costs_only_its_account(tmp_path, caps
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_cache_that_cannot_even_say_why_costs_no_more(tmp_path):
+    fail_in(kvlab.flight_recorder(tmp_path, kv_bytes=raise_unprintable))
+    (folder,) = folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == PARTS
+    assert "Unprintable" in (folder / "index.html").read_text()
+
+
 def test_the_line_on_standard_error_does_not_steer_the_terminal(tmp_path, capsys):
     def kv_bytes():
         raise ValueError("\x1b]0;title\x07")
@@ -270,33 +463,208 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
 
 
 FULL_DISK = """
-    import resource, sys, signal, torch, kvlab
-    recorder = kvlab.flight_recorder(sys.argv[1])
+    import os, resource, sys, torch, kvlab
+    folder, limit, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    error = MemoryError("no room " + length * "x") if length else None
+    recorder = kvlab.flight_recorder(folder)
     try:
         with recorder:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            if error:
+                raise error
             torch.empty(1 << 60, dtype=torch.uint8)
-    except RuntimeError as error:
-        print(str(error).splitlines()[0])
+    except (RuntimeError, MemoryError) as caught:
+        assert error in (None, caught) and caught.__context__ is None
+        print(str(caught).splitlines()[0][:200])
 """
+UNLIMITED = "-1"
+
+
+def check_all_is_whole(folder: Path) -> set[str]:
+    """The names of the files that are there, each of which is whole."""
+    names = {path.name for path in folder.iterdir()}
+    assert names <= PARTS
+    for name in names & {"ledger.json", "facts.json", "diagnosis.json"}:
+        json.loads((folder / name).read_text())
+    if "samples.jsonl" in names:
+        assert (folder / "samples.jsonl").read_text().endswith("}\n")
+    if "index.html" in names:
+        assert (folder / "index.html").read_text().endswith("</html>\n")
+    return names
 
 
 def test_a_full_disk_is_one_line_and_the_exception_goes_on(tmp_path):
-    done = python(FULL_DISK, str(tmp_path), "0")
-    assert done.returncode == 0
+    done = python(FULL_DISK, str(tmp_path), "0", "0")
+    assert done.returncode == 0, done.stderr
     assert "you tried to allocate" in done.stdout
     assert done.stderr.count("\n") == 1
     assert "lacks" in done.stderr
     assert "File too large" in done.stderr
+    assert check_all_is_whole(folders(tmp_path)[0]) == set()
 
 
-def test_what_still_fits_on_a_full_disk_is_kept(tmp_path):
-    done = python(FULL_DISK, str(tmp_path), "1600")
+@pytest.mark.parametrize("limit", ["100", "1600"])
+def test_what_still_fits_on_a_full_disk_is_kept_and_nothing_of_the_rest(tmp_path, limit):
+    done = python(FULL_DISK, str(tmp_path), limit, "0")
     (folder,) = folders(tmp_path)
+    kept = check_all_is_whole(folder)
+    assert all(name in done.stderr for name in PARTS - kept)
+    assert not [name for name in kept if name in done.stderr.split("lacks")[-1]]
+    assert ("message.txt" in kept) == (limit == "1600")
     assert done.stderr.count("\n") == 1
-    assert "message.txt" not in done.stderr
-    assert "index.html" in done.stderr
-    assert "you tried to allocate" in (folder / "message.txt").read_text()
+
+
+def test_what_could_not_be_written_is_named_on_the_page_and_leaves_its_room_to_the_rest(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no file system of a size of its own can be mounted here")
+    try:
+        done = python(FULL_DISK, str(disk / "kept"), UNLIMITED, "1000000")
+        (folder,) = folders(disk / "kept")
+        kept, page = check_all_is_whole(folder), (folder / "index.html").read_text()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.stdout.startswith("no room")
+    assert kept == PARTS - {"message.txt"}
+    assert "<li>message.txt: OSError: [Errno 28]" in page
+    assert "left out here" in page
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_blocks_of_one_recorder_may_overlap_as_those_of_threads_do(tmp_path):
+    recorder = kvlab.flight_recorder(tmp_path)
+    first_is_in, second_is_out = threading.Event(), threading.Event()
+
+    def first():
+        with recorder:
+            first_is_in.set()
+            second_is_out.wait(60)
+            told_by_pytorch()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait(60)
+    sampler = recorder._sampler
+    fail_in(recorder)
+    assert recorder._sampler is sampler
+    assert len(folders(tmp_path)) == 1
+    second_is_out.set()
+    thread.join()
+    assert len(folders(tmp_path)) == 2  # still observed after the second block had ended
+    told_by_pytorch()
+    assert len(folders(tmp_path)) == 2
+
+
+def test_tasks_of_one_loop_share_a_recorder_and_only_the_one_without_memory_is_kept(tmp_path):
+    recorder = kvlab.flight_recorder(tmp_path)
+
+    async def task(number: int) -> None:
+        with recorder:
+            await asyncio.sleep(0.01 * number)
+            if number == 1:
+                raise MemoryError
+            if number == 2:
+                raise ValueError
+
+    async def chunks():
+        with recorder:
+            yield 1
+
+    async def all_of_it() -> list:
+        ended = await asyncio.gather(*map(task, range(4)), return_exceptions=True)
+        stream = chunks()
+        await anext(stream)
+        try:
+            raise MemoryError("of somebody else")
+        except MemoryError:
+            await stream.aclose()
+        return ended
+
+    ended = asyncio.run(all_of_it())
+    assert [type(each) for each in ended] == [type(None), MemoryError, ValueError, type(None)]
+    assert len(folders(tmp_path)) == 1
+    assert flight._recorders == []
+
+
+def test_a_failing_thread_does_not_wait_for_ever_for_one_that_waits_for_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(flight, "HANGS_S", 0.2)
+    cache, asked = threading.Lock(), threading.Event()
+
+    def kv_bytes():
+        asked.set()
+        with cache:
+            return 8 * MIB
+
+    with kvlab.flight_recorder(tmp_path, kv_bytes=kv_bytes):
+        with cache:
+            other = threading.Thread(target=told_by_pytorch)
+            other.start()
+            asked.wait(60)
+            told_by_pytorch()  # the other writes, and waits for the lock that this one holds
+        other.join()
+    assert len(folders(tmp_path)) == 1
+    assert "still being written" in capsys.readouterr().err
+
+
+def test_an_exception_that_ends_the_program_when_it_is_asked_what_it_is_goes_on_as_it_was(tmp_path):
+    class Exits(Exception):
+        def __str__(self):
+            sys.exit("asked")
+
+    def work():
+        raise Exits
+
+    fail_in(kvlab.flight_recorder(tmp_path), work, Exits)
+    assert folders(tmp_path) == []
+
+
+def test_ctrl_c_while_evidence_is_written_leaves_no_thread_and_no_observer(tmp_path):
+    def kv_bytes():
+        raise KeyboardInterrupt
+
+    recorder = kvlab.flight_recorder(tmp_path, kv_bytes=kv_bytes)
+    error = fail_in(recorder, error=KeyboardInterrupt)
+    assert "DefaultCPUAllocator" in str(error.__context__)
+    assert not recorder._sampler._thread.is_alive()
+    assert flight._recorders == []
+    recorder._kv_bytes = None
+    fail_in(recorder)
+    assert (recorder.kept[-1] / "index.html").exists()
+
+
+FORKED = """
+    import os, sys, threading, kvlab
+    from kvlab.recorder import flight
+    recorder = kvlab.flight_recorder(sys.argv[1])
+    held, writes = threading.Event(), threading.Event()
+    recorder._kv_bytes = lambda: writes.set() or held.wait(60) or 0
+    try:
+        with recorder:
+            thread = threading.Thread(target=lambda: flight._tell(0, 1, 2, 3))
+            thread.start()
+            writes.wait()  # now the thread holds the lock of the writer
+            child = os.fork()
+            recorder._kv_bytes = None
+            if child == 0:
+                raise MemoryError("in the child")
+            _, status = os.waitpid(child, 0)
+            held.set()
+            thread.join()
+    except MemoryError:
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(status), child)
+"""
+
+
+def test_a_forked_child_keeps_its_own_failure_though_its_parent_was_writing(tmp_path):
+    done = python(FORKED, str(tmp_path))
+    status, child = done.stdout.split()
+    assert status == "7", done.stderr
+    (own,) = [folder for folder in folders(tmp_path) if folder.name.endswith(f"-{child}")]
+    assert {path.name for path in own.iterdir()} == PARTS
+    assert len(folders(tmp_path)) == 2
 
 
 def test_a_closed_standard_error_does_not_matter(tmp_path):

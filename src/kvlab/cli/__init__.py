@@ -12,8 +12,9 @@ import typer
 from typer.exceptions import TyperException
 
 from kvlab.cli import bench, labs, memory, model, monitoring, nsys, serve, watch  # noqa: F401  (each adds its verbs)
-from kvlab.cli.base import app, printable
+from kvlab.cli.base import app
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 
 def main() -> None:

@@ -22,8 +22,3 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def wide_console() -> Console:
     """The terminal as wide as it is; a pipe or file as wide as the tables need."""
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=132)
-
-
-def printable(text: str) -> str:
-    """A text that anyone may have made, without what would steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

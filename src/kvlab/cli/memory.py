@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvlab.cli.base import Json, app, printable, wide_console
+from kvlab.cli.base import Json, app, wide_console
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 
 @app.command()

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvlab.cli.base import Json, app, printable, wide_console
+from kvlab.cli.base import Json, app, wide_console
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 MOST_ROWS = 15
 LONGEST_NAME = 72

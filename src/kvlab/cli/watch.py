@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +19,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Column, Table
 
-from kvlab.cli.base import app, printable
+from kvlab.cli.base import app
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 if TYPE_CHECKING:
     from kvlab.memory.nvml import CardReading, Mark, Notice, Sample, Sources, StopRequest
@@ -29,6 +32,7 @@ _MIB = 2**20
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 60
 _REFRESH_S = 0.1
+_SAME_SIGNAL_S = 0.5
 
 
 @app.command()
@@ -42,8 +46,8 @@ def watch(
 ) -> None:
     """Watch memory while something runs: of the cards, or of a process where there is no card.
 
-    Ctrl-C, SIGTERM, --duration and the end of the process end it in order, with status 0; the loss of every card
-    with 1.
+    Ctrl-C, SIGTERM, SIGHUP, --duration and the end of the process end it in order, with status 0; the loss of every
+    card with 1.
     """
     with _stopped_by_signals() as stop:
         from kvlab.memory.nvml import follow, sources_here
@@ -53,19 +57,21 @@ def watch(
         if duration is not None and not 0 < duration < math.inf:
             raise KvlabError(f"a duration of {duration:g} s is no length of time: pass seconds above 0")
         sources = sources_here(gpus=gpu, pid=pid)
+        is_terminal = sys.stdout.isatty()
+        views = [_JsonLines() if json_lines else _Screen() if is_terminal else _Lines()]
         try:
-            views = [_JsonLines() if json_lines else _Screen() if sys.stdout.isatty() else _Lines()]
             views += [_SampleFile(out)] if out else []
-            for view in views:
-                view.begin(interval, sources)
-            try:
+            with ExitStack() as ends:
+                for view in views:
+                    ends.callback(view.end)
+                    view.begin(interval, sources)
                 for entry in follow(sources, interval, stop, math.inf if duration is None else duration):
                     for view in views:
                         view.add(entry)
-            finally:
-                for view in views:
-                    view.end()
-        except BrokenPipeError:  # the reader had enough, as `head` does
+        except OSError as error:
+            # The reader had enough, as `head` does, or the terminal was closed.
+            if error.errno != errno.EPIPE and not (error.errno == errno.EIO and is_terminal):
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         finally:
             sources.close()
@@ -75,22 +81,35 @@ def watch(
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[StopRequest]:
-    """A request that SIGINT and SIGTERM make; a second signal also ends what is not looking at it."""
+    """A request that SIGINT, SIGTERM and SIGHUP make; a later signal also ends what is not looking at it.
+
+    timeout(1) and terminals send one signal twice, to the process and to its group. A signal that is ignored, as
+    SIGHUP under nohup, stays so.
+    """
     from kvlab.memory.nvml import StopRequest
 
     stop = StopRequest()
+    first_s = math.inf
 
     def ask(number: int, frame: Any) -> None:
-        if stop.is_made:
+        nonlocal first_s
+        if time.monotonic() - first_s > _SAME_SIGNAL_S:
             raise KeyboardInterrupt
+        first_s = min(first_s, time.monotonic())
         stop.make()
 
-    former = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    there = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    former = {number: signal.signal(number, ask) for number in there if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield stop
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def _notify(message: str) -> None:
+    with suppress(OSError):  # standard error may be full or gone, and its lines are not what is watched
+        print(f"kvlab watch: {printable(message)}", file=sys.stderr, flush=True)
 
 
 class _Lines:
@@ -103,7 +122,7 @@ class _Lines:
     def add(self, entry: Entry) -> None:
         if hasattr(entry, "message"):
             sys.stdout.flush()
-            print(f"kvlab watch: {entry.message}", file=sys.stderr, flush=True)
+            _notify(entry.message)
             return
         parts = [f"GPU {card.card} {_memory(card)}, {_busy(card)}" for card in entry.cards]
         if entry.process:
@@ -127,7 +146,7 @@ class _JsonLines:
 
         print(line_of(entry), flush=True)
         if hasattr(entry, "message"):
-            print(f"kvlab watch: {entry.message}", file=sys.stderr, flush=True)
+            _notify(entry.message)
 
     def end(self) -> None:
         pass
@@ -139,16 +158,26 @@ class _SampleFile:
     def __init__(self, path: Path) -> None:
         from kvlab.memory.nvml.file import SampleWriter
 
+        self._path = path
         self._writer = SampleWriter(path)
 
     def begin(self, interval_s: float, sources: Sources) -> None:
-        self._writer.start(interval_s, sources.describe())
+        with self._named():
+            self._writer.start(interval_s, sources.describe())
 
     def add(self, entry: Entry) -> None:
-        self._writer.write(entry)
+        with self._named():
+            self._writer.write(entry)
 
     def end(self) -> None:
         self._writer.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise KvlabError(f"{self._path} can no longer be written: {error.strerror}") from None
 
 
 class _Screen:
@@ -174,6 +203,8 @@ class _Screen:
         if entry.process:
             self._keep(f"process {entry.process.pid}", entry.process.resident_bytes)
         if entry.t_s - self._drawn_s >= _REFRESH_S:
+            if not sys.stdout.isatty():  # Live would keep silent from here on
+                raise BrokenPipeError(errno.EPIPE, "the terminal was closed")
             self._drawn_s = entry.t_s
             self._live.update(self._table(entry), refresh=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from kvlab.printable import printable
 from kvlab.profiling.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _by_name(spans: list[Span]) -> dict[str, list[Span]]:
 
 def _short(name: str) -> str:
     """A label that matplotlib takes as it is: printable, no mathematics, no longer than the margin."""
-    text = "".join(c if c.isprintable() else " " for c in name).replace("$", r"\$")
+    text = printable(name, " ").replace("$", r"\$")
     return text if len(text) <= 22 else text[:21] + "…"
 
 

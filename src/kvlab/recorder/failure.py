@@ -1,5 +1,6 @@
 """One failure and its folder: each thing is kept by itself, so that what cannot be had does not cost the rest."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -16,6 +17,8 @@ from kvlab.memory.nvml import Mark, Notice, Sample, Sampler
 from kvlab.memory.nvml.file import line_of, start_line
 from kvlab.memory.oom import Diagnosis, diagnose_exception
 from kvlab.recorder.page import Page, render
+
+UNFINISHED = ".unfinished-"
 
 
 class Told(NamedTuple):
@@ -82,14 +85,17 @@ class Failure:
         self._part("index.html", lambda: render(self._page()))
 
     def _part(self, name: str, make: Callable[[], str | bytes]) -> None:
+        """Write a file, whole or not at all: a rest of one would pass for it, and take its room on a full disk."""
+        unfinished = self.folder / f"{UNFINISHED}{name}"
         try:
             content = make()
-            (self.folder / name).write_bytes(
-                content.encode("utf-8", "replace") if isinstance(content, str) else content
-            )
+            unfinished.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+            unfinished.replace(self.folder / name)
             self.lost.pop(name, None)
         except Exception as error:
-            self.lost[name] = f"{type(error).__name__}: {error}"[:200]
+            self.lost[name] = _reason(error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
     def _ledger(self, device: int | None, kv_bytes: Callable[[], int] | None) -> str:
         bytes_now = None
@@ -97,7 +103,7 @@ class Failure:
             try:
                 bytes_now = int(kv_bytes())
             except Exception as error:
-                self.lost["the cache's bytes"] = f"{type(error).__name__}: {error}"[:200]
+                self.lost["the cache's bytes"] = _reason(error)
         self.ledger = ledger_of_process(bytes_now) if device is None else ledger_on_cuda(bytes_now, device=device)
         return self.ledger.model_dump_json(indent=1)
 
@@ -131,7 +137,11 @@ class Failure:
         return self.diagnosis.model_dump_json(indent=1)
 
     def _page(self) -> Page:
-        files = sorted(path.name for path in self.folder.iterdir() if path.name != "index.html")
+        files = sorted(
+            path.name
+            for path in self.folder.iterdir()
+            if path.name != "index.html" and not path.name.startswith(UNFINISHED)
+        )
         return Page(
             at=self.at,
             headline=self.headline,
@@ -144,6 +154,13 @@ class Failure:
             files=files,
             lost=self.lost,
         )
+
+
+def _reason(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:200]
+    except Exception:  # it cannot say
+        return type(error).__name__
 
 
 def _json(content: Any) -> str:

@@ -6,19 +6,22 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from kvlab.memory.nvml import Sampler, sources_here
-from kvlab.memory.oom import diagnose
+from kvlab.printable import printable
 from kvlab.recorder.failure import Failure, Told
+from kvlab.recorder.shortage import chain, is_from_allocator, is_out_of_memory
 
 KEEP_S = 60.0
 INTERVAL_S = 0.1
 MOST_CAUGHT = 5
 """Failures that the program itself catches are kept up to this number, the one that leaves the block always."""
+HANGS_S = 5.0
 ROOM_BYTES = 8 << 20
 """Memory set aside at the start and given back at the failure, so that there is some to write with."""
 
@@ -31,7 +34,8 @@ def flight_recorder(folder: str | Path, *, kv_bytes: Callable[[], int] | None = 
     When the program runs out of memory, a new folder below ``folder`` gets the message with its diagnosis, the
     ledger, the allocator's snapshot and counters (CUDA), the last minute of samples, and an ``index.html`` that
     shows them. The exception goes on as it was. ``kv_bytes`` is called at that moment for the ledger's first
-    account, the bytes of the cache by arithmetic.
+    account, the bytes of the cache by arithmetic; on CUDA that is inside the failing allocation, so it must not wait
+    for a lock.
     """
     return FlightRecorder(folder, kv_bytes)
 
@@ -42,6 +46,8 @@ class FlightRecorder:
     On CUDA the state is taken when the allocator is about to raise, before anything is unwound; it is there even
     if the program catches the exception. Elsewhere it is taken when the exception leaves the block, while its
     traceback still holds the frames. Whatever fails in the recorder is one line on standard error, once.
+
+    Blocks of one recorder may overlap, as those of threads do: it begins with the first and ends with the last.
     """
 
     def __init__(self, folder: str | Path, kv_bytes: Callable[[], int] | None = None) -> None:
@@ -53,29 +59,44 @@ class FlightRecorder:
         self._caught: Failure | None = None
         self._complained = False
         self._is_writing = False
-        self._lock = threading.RLock()
+        self._blocks: list[BaseException | None] = []
+        """What was being handled when each of the open blocks began."""
+        self._renew_locks()
+
+    def _renew_locks(self) -> None:
+        self._begins_or_ends = threading.RLock()
+        self._writes = threading.RLock()
 
     def __enter__(self) -> "FlightRecorder":
-        for begin in (self._make_folder, self._set_room_aside, self._start_sampling, self._observe):
+        with self._begins_or_ends:
+            self._blocks.append(sys.exception())
             try:
-                begin()
-            except Exception as error:
-                self._complain(error)
+                if len(self._blocks) == 1:
+                    self._attempt(self._make_folder, self._set_room_aside, self._start_sampling, self._observe)
+            except BaseException:  # Ctrl-C, for one
+                self._end_block()
+                raise
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: TracebackType | None) -> None:
         try:
-            shortage = next(filter(is_out_of_memory, chain(error)), None) if error is not None else None
-            if shortage is not None:
-                self._give_room_back()
-                self._keep(error, shortage)
-        except Exception as own:
-            self._complain(own)
-        for end in (self._stop_observing, self._stop_sampling, self._give_room_back):
+            if error is not None:
+                self._attempt(self._give_room_back, partial(self._look_at, error))
+        finally:
+            with self._begins_or_ends:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._blocks.pop()
+        if not self._blocks:
+            self._attempt(self._stop_observing, self._stop_sampling, self._give_room_back)
+
+    def _attempt(self, *actions: Callable[[], None]) -> None:
+        for action in actions:
             try:
-                end()
-            except Exception as own:
-                self._complain(own)
+                action()
+            except Exception as error:
+                self._complain(error)
 
     @property
     def cpu_s(self) -> float:
@@ -119,34 +140,49 @@ class FlightRecorder:
 
     def about_to_raise(self, told: Told) -> None:
         """PyTorch's allocator has found no memory on a CUDA device and will raise."""
-        with self._lock:
-            if self._is_writing:  # what the recorder itself asks for was refused
-                return
-            self._is_writing = True
-            try:
-                self._caught = None
-                if len(self.kept) < MOST_CAUGHT:
-                    self._caught = self._new_failure()
-                    self._caught.keep_state(self._sampler, self._kv_bytes, told)
-                    self._finish(self._caught)
-            except Exception as error:
-                self._complain(error)
-            finally:
-                self._is_writing = False
+        self._attempt(partial(self._keep_caught, told))
 
-    def _keep(self, error: BaseException, shortage: BaseException) -> None:
-        """Keep the failure that leaves the block; ``shortage`` is the part of its chain that ran out of memory."""
-        with self._lock:
+    def _keep_caught(self, told: Told) -> None:
+        with self._writing() as may:
+            if not may:
+                return
+            self._caught = None
+            if len(self.kept) < MOST_CAUGHT:
+                self._caught = self._new_failure()
+                self._caught.keep_state(self._sampler, self._kv_bytes, told)
+                self._finish(self._caught)
+
+    def _look_at(self, error: BaseException) -> None:
+        """Keep the failure that leaves the block, if it came of too little memory."""
+        parts = list(chain(error, self._blocks[-1]))
+        shortage = next(filter(is_out_of_memory, parts), None)
+        if shortage is None:
+            return
+        with self._writing() as may:
+            if not may:
+                return
             failure, self._caught = self._caught, None
-            if failure is None or not any(map(_is_from_allocator, chain(error))):
+            if failure is None or not any(map(is_from_allocator, parts)):
                 failure = self._new_failure()
-                self._is_writing = True
-                try:
-                    failure.keep_state(self._sampler, self._kv_bytes, None)
-                finally:
-                    self._is_writing = False
+                failure.keep_state(self._sampler, self._kv_bytes, None)
             failure.keep_message(error, shortage)
             self._finish(failure)
+
+    @contextmanager
+    def _writing(self) -> Iterator[bool]:
+        """Whether a failure may be written now: not one of the recorder's own, and one at a time.
+
+        The writer calls ``kv_bytes``, which may wait for a lock that another failing thread holds: so that thread does
+        not wait here for ever.
+        """
+        if not self._writes.acquire(timeout=HANGS_S):
+            raise TimeoutError(f"another failure is still being written after {HANGS_S:g} s; this one is not kept")
+        try:
+            may, self._is_writing = not self._is_writing, True
+            yield may
+        finally:
+            self._is_writing = not may
+            self._writes.release()
 
     def _new_failure(self) -> Failure:
         failure = Failure.in_new_folder(self.folder)
@@ -166,47 +202,25 @@ class FlightRecorder:
         self._complained = True
         try:
             text = f"{type(what).__name__}: {what}" if isinstance(what, BaseException) else str(what)
-            line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())[:500])
+            line = printable(" ".join(text.split())[:500])
             print(f"kvlab flight recorder: {line}", file=sys.stderr, flush=True)
         except Exception:  # standard error may be closed, full or gone
             pass
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, those it came from, and those in its groups, each once."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        context = None if one.__suppress_context__ else one.__context__
-        waiting += [each for each in (one.__cause__, context) if each is not None]
-        if isinstance(one, BaseExceptionGroup):  # others may have an attribute of this name too
-            waiting += one.exceptions
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this one exception says that memory ran out, by its type or by its message."""
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    try:
-        text = str(error)
-    except Exception:  # an exception that cannot say what it is
-        return False
-    return diagnose(f"{type(error).__name__}: {text}").is_oom is True
-
-
-def _is_from_allocator(error: BaseException) -> bool:
-    """Whether it is of the type that PyTorch's observers are told of beforehand."""
-    torch = sys.modules.get("torch")
-    return bool(torch) and isinstance(error, torch.OutOfMemoryError)
-
-
 _recorders: list[FlightRecorder] = []
+
+
+def _after_fork_in_child() -> None:
+    """The threads that held locks are not there any more."""
+    for recorder in _recorders:
+        recorder._renew_locks()
+        recorder._is_writing = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
 _attached = False
 
 

@@ -12,6 +12,7 @@ from kvlab.memory.nvml.readings import Mark, Sample
 from kvlab.memory.oom import Diagnosis
 
 _MIB = 1 << 20
+_LONGEST_MESSAGE = 1 << 16
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 236, 64, 44
 _COLOURS = ("#2f7fd6", "#d55e00", "#009e73", "#9467bd")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
@@ -75,7 +76,14 @@ def _cause(page: Page) -> Iterable[str]:
     if page.diagnosis:
         yield f"<p>Most likely cause: <strong>{page.diagnosis.cause.replace('_', ' ')}</strong></p>\n<ul>"
         yield "".join(f"<li>{escape(line)}</li>" for line in page.diagnosis.advice) + "</ul>\n"
-    yield f"<details><summary>The whole traceback</summary><pre>{escape(page.message)}</pre></details>\n"
+    yield f"<details><summary>The whole traceback</summary><pre>{escape(_shortened(page.message))}</pre></details>\n"
+
+
+def _shortened(message: str) -> str:
+    if len(message) <= _LONGEST_MESSAGE:
+        return message
+    half = _LONGEST_MESSAGE // 2
+    return f"{message[:half]}\n... {len(message) - 2 * half:,} characters left out here ...\n{message[-half:]}"
 
 
 def _ledger(ledger: Ledger | None) -> Iterable[str]:

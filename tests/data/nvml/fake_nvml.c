@@ -30,16 +30,31 @@ static int setting(const char *name, int otherwise) {
     return value ? atoi(value) : otherwise;
 }
 
-int nvmlInitWithFlags(unsigned flags) { return setting("FAKE_NVML_INIT", SUCCESS); }
-int nvmlShutdown(void) { return SUCCESS; }
+/* FAKE_NVML_REFUSES names a function that answers FAKE_NVML_WITH. */
+#define REFUSE_IF_TOLD \
+    do { \
+        const char *refuses = getenv("FAKE_NVML_REFUSES"); \
+        if (refuses && !strcmp(refuses, __func__)) return setting("FAKE_NVML_WITH", SUCCESS); \
+    } while (0)
+
+int nvmlInitWithFlags(unsigned flags) {
+    REFUSE_IF_TOLD;
+    return setting("FAKE_NVML_INIT", SUCCESS);
+}
+int nvmlShutdown(void) {
+    REFUSE_IF_TOLD;
+    return SUCCESS;
+}
 const char *nvmlErrorString(int code) { return "an error that the bindings do not know"; }
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
+    REFUSE_IF_TOLD;
     *count = setting("FAKE_NVML_GPUS", 1);
     return SUCCESS;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) {
+    REFUSE_IF_TOLD;
     if ((int)index >= setting("FAKE_NVML_GPUS", 1)) return INVALID;
     if ((int)index == setting("FAKE_NVML_DEAD", -1)) return LOST;
     cards[index] = (Device){index, -1};
@@ -48,27 +63,32 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **device) {
 }
 
 int nvmlDeviceGetName(Device *device, char *name, unsigned length) {
+    REFUSE_IF_TOLD;
     snprintf(name, length, "Fake %s %d", device->instance < 0 ? "GPU" : "MIG 1g.10gb", device->index);
     return SUCCESS;
 }
 
 int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned length) {
+    REFUSE_IF_TOLD;
     snprintf(uuid, length, "%s-%d-%d", device->instance < 0 ? "GPU" : "MIG", device->index, device->instance);
     return SUCCESS;
 }
 
 int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {
+    REFUSE_IF_TOLD;
     if (!setting("FAKE_NVML_MIG", 0)) return NOT_SUPPORTED;
     *current = *pending = 1;
     return SUCCESS;
 }
 
 int nvmlDeviceGetMaxMigDeviceCount(Device *device, unsigned *count) {
+    REFUSE_IF_TOLD;
     *count = 7;
     return SUCCESS;
 }
 
 int nvmlDeviceGetMigDeviceHandleByIndex(Device *device, unsigned place, Device **instance) {
+    REFUSE_IF_TOLD;
     if (place >= 2) return NOT_FOUND;
     instances[device->index][place] = (Device){device->index, place};
     *instance = &instances[device->index][place];
@@ -86,6 +106,7 @@ static int used_memory(Device *device, unsigned long long *used) {
 }
 
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
+    REFUSE_IF_TOLD;
     unsigned long long used;
     int status = used_memory(device, &used);
     if (status) return status;
@@ -96,6 +117,7 @@ int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
 
 #ifndef V1_ONLY
 int nvmlDeviceGetMemoryInfo_v2(Device *device, Memory2 *memory) {
+    REFUSE_IF_TOLD;
     unsigned long long used, reserved = 450 * MIB;
     if (memory->version != (sizeof(Memory2) | 2 << 24)) return INVALID;
     if (setting("FAKE_NVML_V2", SUCCESS)) return setting("FAKE_NVML_V2", SUCCESS);
@@ -119,22 +141,31 @@ static int list(unsigned *count, Process *processes, const Process *listed, unsi
 }
 
 int COMPUTE(Device *device, unsigned *count, Process *processes) {
+    REFUSE_IF_TOLD;
+    static unsigned asked; /* FAKE_NVML_ENDS: every second time the larger process is not there */
     unsigned long long used = setting("FAKE_NVML_NO_FIGURES", 0) ? NOT_AVAILABLE : 600 * MIB;
     const Process listed[] = {{77, 200 * MIB, 0, 0}, {4242, used, 0, 0}};
-    return list(count, processes, listed, 2);
+    int ended = setting("FAKE_NVML_ENDS", 0) && processes && asked++ % 2;
+    return list(count, processes, listed, ended ? 1 : 2);
 }
 
 int GRAPHICS(Device *device, unsigned *count, Process *processes) {
+    REFUSE_IF_TOLD;
     const Process listed[] = {{77, 210 * MIB, 0, 0}};
     return list(count, processes, listed, 1);
 }
+
 int nvmlSystemGetProcessName(unsigned pid, char *name, unsigned length) {
+    REFUSE_IF_TOLD;
     if (pid == 77) return NOT_FOUND;
+    static unsigned asked;
     snprintf(name, length, "serve.py\x1b[2J");
+    if (setting("FAKE_NVML_ENDS", 0)) snprintf(name, length, "program %u", asked++);
     return SUCCESS;
 }
 
 int nvmlDeviceGetUtilizationRates(Device *device, Utilization *rates) {
+    REFUSE_IF_TOLD;
     if (device->instance >= 0) return NOT_SUPPORTED;
     *rates = (Utilization){87, 41};
     return SUCCESS;

@@ -1,11 +1,17 @@
 """Samples of cards through the real pynvml on a library without a driver behind it, and of processes."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +35,7 @@ from kvlab.memory.nvml import (
     read_samples,
     reset_peak,
 )
+from kvlab.memory.nvml import sampler as sampling
 from kvlab.memory.nvml.file import SampleWriter
 
 MIB = 2**20
@@ -114,6 +121,21 @@ def test_processes_are_listed_once_with_the_larger_figure_and_a_name_where_there
     ]
 
 
+def test_a_process_that_has_the_number_of_one_that_ended_has_a_name_of_its_own(library):
+    told = {"FAKE_NVML_ENDS": "1", "LD_LIBRARY_PATH": str(library["v2"])}
+    watching = start("--interval=0.02", "--duration=60", env=os.environ | told)
+    seen: list[list[str]] = []
+    for line in watching.stdout:
+        if (entry := json.loads(line))["kind"] == "sample":
+            names = [use["name"] for use in entry["cards"][0]["processes"] if use["pid"] == 4242]
+            seen += [names] if not seen or names != seen[-1] else []
+        if len(seen) == 3:
+            break
+    watching.terminate()
+    watching.communicate(timeout=30)
+    assert seen == [["program 0"], [], ["program 1"]]
+
+
 def test_a_driver_that_lists_no_processes_to_us_leaves_none_and_not_an_empty_list(watch):
     assert cards(watch(PROCESSES=4)[1])[0]["processes"] is None
 
@@ -184,6 +206,60 @@ def test_drivers_that_are_not_loaded_or_do_not_match_are_told_apart(watch):
     assert "installed but not loaded" in watch(INIT=9)[2]
     assert "differ in version" in watch(INIT=18)[2]
     assert "no GPU" in watch(GPUS=0)[2]
+
+
+EVERY_CODE = """
+import collections, itertools, json, os, sys
+import pynvml
+from kvlab.errors import KvlabError
+from kvlab.memory.nvml import GpuSource, Sources
+
+def read(call, code, seconds):
+    os.environ |= {"FAKE_NVML_WITH": str(code), "FAKE_NVML_REFUSES": call if seconds == 0 else ""}
+    try:
+        sources = Sources(gpus=GpuSource())
+        said = [sources.read(0.0).cards]
+        os.environ["FAKE_NVML_REFUSES"] = call
+        said += [sources.read(t_s).cards for t_s in (1.0, 2.0)] if seconds else []
+        sources.close()
+        notices = sources.take_notices()
+    except KvlabError as error:
+        said, notices = [], [str(error)]
+    assert not any(chr(10) in notice for notice in notices)
+    return "nothing" if not said else "less" if notices or not said[-1] or None in said[-1][0][:6] else "all"
+
+codes = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")} | {-1, 777, 2**31 - 1}
+found = collections.defaultdict(set)
+for mig, call, code, seconds in itertools.product("01", sys.argv[1:], codes, (0, 1)):
+    os.environ["FAKE_NVML_MIG"] = mig
+    found[call].add(read(call, code, seconds))
+print(json.dumps({call: sorted(outcomes) for call, outcomes in found.items()}))
+"""
+
+
+def test_whatever_a_call_of_the_driver_answers_is_less_to_see_or_one_line(library):
+    calls = re.findall(r"^int (nvml\w+)\(", FAKE.read_text(), re.M)
+    calls += [f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics")]
+    done = subprocess.run(
+        [sys.executable, "-c", EVERY_CODE, *calls],
+        env=os.environ | {"LD_LIBRARY_PATH": str(library["v2"])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 15
+    assert {call for call, outcomes in found.items() if "nothing" in outcomes} == {
+        "nvmlInitWithFlags",
+        "nvmlDeviceGetCount_v2",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+        "nvmlDeviceGetMaxMigDeviceCount",
+        "nvmlDeviceGetMigMode",
+    }
+    assert found["nvmlDeviceGetMemoryInfo_v2"] == ["less"]
+    assert found["nvmlSystemGetProcessName"] == ["all", "less"]  # less: it is divided by MIG
 
 
 def test_a_process_is_sampled_beside_the_cards(watch):
@@ -270,6 +346,132 @@ def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_inte
         interrupt_waits(stop="threading.Event()", make="set", is_made="is_set()")
 
 
+class OnTerminal:
+    """``kvlab watch`` on a terminal of its own."""
+
+    def __init__(self, *arguments: str, **options):
+        self.terminal, side = pty.openpty()
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=60", *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=side, stdout=side, stderr=side, start_new_session=True, **options
+        )
+        os.close(side)
+        self.shown = b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):
+            os.close(self.terminal)
+
+    def show(self, until: bytes = b"at its peak", times: int = 1) -> None:
+        while self.shown.count(until) < times:
+            self.shown += os.read(self.terminal, 65536)
+
+    def end(self) -> tuple[int, str]:
+        """The exit status and everything that was shown."""
+        with contextlib.suppress(OSError):  # EIO: nobody is on the other side any more
+            while part := os.read(self.terminal, 65536):
+                self.shown += part
+        return self.process.wait(timeout=60), self.shown.decode(errors="replace")
+
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+def check_it_ended_in_order(shown: str) -> None:
+    assert shown.rfind(SHOW) > shown.rfind(HIDE) > -1
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_the_terminal_as_it_was(number):
+    with OnTerminal() as watching:
+        watching.show()
+        watching.process.send_signal(number)
+        status, shown = watching.end()
+    assert status == 0
+    check_it_ended_in_order(shown)
+
+
+def test_a_terminal_of_any_size_will_do():
+    with OnTerminal("--interval=0.02") as watching:
+        for size in ((5, 20), (1, 1), (0, 0), (200, 400)):
+            watching.shown = b""
+            fcntl.ioctl(watching.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            watching.process.send_signal(signal.SIGWINCH)
+            watching.show(b"\x1b[1A", times=3)  # three times up again, to draw anew
+        watching.process.terminate()
+        assert watching.end()[0] == 0
+
+
+def test_a_terminal_that_is_closed_ends_it_in_order(tmp_path):
+    kept = tmp_path / "samples.jsonl"
+    with OnTerminal(f"--out={kept}") as watching:
+        watching.show()
+        os.close(watching.terminal)
+        assert watching.process.wait(timeout=60) == 0
+    assert len(read_samples(kept).samples) >= 1
+
+
+def test_a_full_disk_is_one_line_with_the_name_of_the_file_on_a_terminal_that_can_be_used():
+    with OnTerminal("--out=/dev/full") as watching:
+        status, shown = watching.end()
+    assert status == 2
+    check_it_ended_in_order(shown)
+    assert "kvlab: /dev/full can no longer be written: No space left on device" in shown
+
+
+def test_a_full_standard_error_does_not_end_it():
+    command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=0.5", "--interval=0.02"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+    assert done.stdout.count(" s  ") >= 2
+
+
+def test_one_signal_sent_twice_is_one_signal(tmp_path):
+    kept = tmp_path / "samples.jsonl"
+    watching = start("--interval=1", f"--out={kept}", start_new_session=True)
+    lines = [watching.stdout.readline(), watching.stdout.readline()]
+    for send in (os.kill, os.killpg):  # as timeout(1) does
+        send(watching.pid, signal.SIGTERM)
+    rest, err = watching.communicate(timeout=30)
+    assert watching.returncode in (0, -signal.SIGTERM), err  # the latter: it met one that was already at its end
+    assert "Traceback" not in err
+    assert "stopped" not in err
+    assert all(json.loads(line) for line in lines + rest.splitlines() + kept.read_text().splitlines())
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    watching = start("--interval=0.02", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    watching.stdout.readline()
+    watching.send_signal(signal.SIGHUP)
+    for _ in range(5):
+        assert watching.stdout.readline()
+    watching.terminate()
+    watching.communicate(timeout=30)
+    assert watching.returncode == 0
+
+
+def test_moments_at_which_it_was_stopped_are_left_out():
+    watching = start("--interval=0.02")
+    times = [json.loads(watching.stdout.readline()).get("t_s") for _ in range(4)]
+    watching.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, watching.pid, os.WSTOPPED | os.WNOWAIT)
+    time.sleep(0.5)
+    watching.send_signal(signal.SIGCONT)
+    times += [json.loads(watching.stdout.readline()).get("t_s") for _ in range(30)]
+    watching.terminate()
+    watching.communicate(timeout=30)
+    times = [t_s for t_s in times if t_s is not None]
+    assert max(b - a for a, b in pairwise(times)) > 0.4
+    assert times[-1] > 0.02 * (len(times) - 2) + 0.4
+
+
 def test_a_reader_that_goes_away_ends_it_in_order():
     watching = start("--interval=0.02")
     watching.stdout.readline()
@@ -353,6 +555,63 @@ def test_a_file_that_can_no_longer_be_written_becomes_a_notice_and_sampling_goes
     assert sampler.notices[0].message.startswith("the samples are no longer written")
     assert len(sampler.notices) == 1
     assert taken > 3
+
+
+FORKS = """
+import os, sys, time
+from kvlab.memory.nvml import ProcessSource, Sampler, Sources
+
+sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=sys.argv[1])
+sampler.start()
+while sampler.taken < 3:
+    time.sleep(0.01)
+with sampler._writer._lock:  # as the thread holds it while it writes
+    child = os.fork()
+    if child == 0:
+        sampler.mark("child")
+        sampler.stop()
+        sys.exit(3)
+    status = os.waitpid(child, 0)[1]
+taken = sampler.taken
+while sampler.taken < taken + 3:
+    time.sleep(0.01)
+sampler.mark("parent")
+if sys.argv[2] == "stop":
+    sampler.stop()
+sys.exit(os.waitstatus_to_exitcode(status) + 1)
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "exit without it"])
+def test_a_forked_child_ends_at_once_and_leaves_the_file_to_its_parent(tmp_path, end):
+    kept = tmp_path / "samples.jsonl"
+    done = subprocess.run([sys.executable, "-c", FORKS, kept, end], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (4, "")
+    recording = read_samples(kept)
+    assert len(recording.samples) >= 6
+    assert [mark.name for mark in recording.marks] == ["parent"]
+    assert all(b.t_s > a.t_s for a, b in pairwise(recording.samples))
+
+
+def test_a_file_that_hangs_does_not_hang_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "HANGS_S", 0.2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # and never reads
+    sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=pipe)
+    with sampler:
+        fcntl.fcntl(sampler._writer._file.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+        stop_s, held = time.monotonic() + 60, 0
+        while held < 20:  # looks one after another at which a write is under way, and the same
+            taken = sampler.taken
+            time.sleep(0.02)
+            held = held + 1 if sampler._writer._lock.locked() and sampler.taken == taken > 10 else 0
+            assert time.monotonic() < stop_s
+    assert sampler._thread.is_alive()
+    os.close(reader)  # the write ends with EPIPE, and the thread with it
+    sampler._thread.join(60)
+    sampler.stop()
+    assert sampler.notices[0].message == "the samples are no longer written: Broken pipe"
 
 
 def test_intervals_outside_20_ms_to_1_s_are_refused():

@@ -146,7 +146,9 @@ class Card:
         for entry in [*(compute or ()), *(drawing or ())]:
             told, before = _told(entry.usedGpuMemory), used.get(entry.pid)
             used[entry.pid] = before if told is None else max(told, before or 0)
-        listed = (ProcessUse(pid, size, self._name_of(pid)) for pid, size in used.items())
+        # Kept while a process is listed: asked once, and not of the process that later has its number.
+        self._names = {pid: self._names[pid] if pid in self._names else _name_of(pid) for pid in used}
+        listed = (ProcessUse(pid, size, self._names[pid]) for pid, size in used.items())
         return tuple(sorted(listed, key=lambda process: -(process.used_bytes or 0)))
 
     def _listed(self, kind: str) -> list[Any] | None:
@@ -157,10 +159,9 @@ class Card:
                 return listed
         return None
 
-    def _name_of(self, pid: int) -> str | None:
-        if pid not in self._names:
-            self._names[pid] = _quietly(pynvml.nvmlSystemGetProcessName, pid) or None
-        return self._names[pid]
+
+def _name_of(pid: int) -> str | None:
+    return _quietly(pynvml.nvmlSystemGetProcessName, pid) or None
 
 
 def _mig_instances(handle: Any) -> list[tuple[int, Any]] | None:

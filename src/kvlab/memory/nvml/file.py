@@ -4,8 +4,9 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kvlab.errors import KvlabError
 from kvlab.memory.nvml.readings import CardReading, Mark, Notice, ProcessReading, ProcessUse, Sample
@@ -16,10 +17,13 @@ class SampleFileError(KvlabError, ValueError):
 
 
 class SampleWriter:
-    """Writes entries into a file line by line, so that what was written is whole whenever the program dies."""
+    """Writes entries into a file line by line, so that what was written is whole whenever the program dies.
+
+    Without a buffer: a forked child would write what lies in it once more.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._file: TextIO = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        self._file: FileIO = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
         self._lock = threading.Lock()
 
     def start(self, interval_s: float, sources: list[str]) -> None:
@@ -33,8 +37,10 @@ class SampleWriter:
             self._file.close()
 
     def _line(self, text: str) -> None:
+        line = memoryview(f"{text}\n".encode())
         with self._lock:
-            self._file.write(text + "\n")
+            while line:
+                line = line[self._file.write(line) :]
 
 
 def start_line(interval_s: float, sources: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -156,7 +157,7 @@ class Sampler:
     ``samples``, ``marks`` and ``notices`` are what was seen; only the last ``keep_s`` seconds of them, all by
     default. ``path`` also keeps them in a file of JSON lines, for ``read_samples``. Nothing that goes wrong
     while it samples reaches the program: it becomes a notice. ``cpu_s_per_sample`` is what a sample has cost
-    in time of this thread.
+    in time of this thread. A forked child has no such thread: there nothing is sampled, written or waited for.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Sampler:
         self.cpu_s = 0.0
         self.sources = sources or sources_here()
         self._writer = SampleWriter(path) if path else None
+        self._pid = os.getpid()
         self._stop = StopRequest()
         self._thread = threading.Thread(target=self._run, name="kvlab-sampler", daemon=True)
         self._began_s = time.monotonic()
@@ -194,18 +196,20 @@ class Sampler:
     def start(self) -> None:
         if self._writer:
             self._writer.start(self.interval_s, self.sources.describe())
-        self._began_s = time.monotonic()
+        self._began_s, self._pid = time.monotonic(), os.getpid()
         self._thread.start()
 
     def stop(self) -> None:
         """End the sampling and close its file; a second call does nothing.
 
-        A driver that hangs does not hang the program: its thread is left behind after ``HANGS_S``.
+        A driver or a disk that hangs does not hang the program: the thread is left behind after ``HANGS_S``.
         """
+        if self._is_in_forked_child:
+            return
         self._stop.make()
         if self._thread.ident is not None:
             self._thread.join(HANGS_S)
-        if self._writer:
+        if self._writer and not self._thread.is_alive():
             self._writer.close()
 
     def mark(self, name: str) -> None:
@@ -213,6 +217,11 @@ class Sampler:
         mark = Mark(time.monotonic() - self._began_s, name)
         self.marks.append(mark)
         self._write(mark)
+
+    @property
+    def _is_in_forked_child(self) -> bool:
+        """Where the file is the parent's, and its lock may be held by a thread that is not there."""
+        return os.getpid() != self._pid
 
     def _run(self) -> None:
         try:
@@ -230,7 +239,7 @@ class Sampler:
             self.sources.close()
 
     def _write(self, entry: Sample | Mark | Notice) -> None:
-        if not self._writer:
+        if not self._writer or self._is_in_forked_child:
             return
         try:
             self._writer.write(entry)

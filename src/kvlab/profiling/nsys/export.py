@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError
+from kvlab.printable import printable
 
 TABLES = (
     "EXPORT_META_DATA",  # its name in schema 3.0
@@ -28,6 +29,7 @@ MAGIC = b"SQLite format 3\0"
 REPORTS = (".nsys-rep", ".qdrep", ".qdstrm")
 LONGEST_VALUE_BYTES = 1 << 26
 LONGEST_NAME = 1 << 16
+SMALLEST_ROW_BYTES = 8  # a time alone takes as much
 BYTES_PER_SECOND = 4 << 20  # what a slow machine reads with ease; the time limit grows with the file
 
 
@@ -46,7 +48,7 @@ class Export:
     def __init__(self, path: Path | str, *, seconds: float = 10.0):
         self.path = Path(path)
         size_bytes = _check_file(self.path)
-        self.most_rows = size_bytes  # no row takes less than a byte; more rows are pages that lead in a circle
+        self.most_rows = size_bytes // SMALLEST_ROW_BYTES  # more rows are pages that lead in a circle
         self.limit_s = seconds + size_bytes / BYTES_PER_SECOND
         self.columns: dict[str, frozenset[str]] = {}
 
@@ -82,7 +84,7 @@ class Export:
         try:
             for count, row in enumerate(self._connection.execute(query, values)):
                 if count >= self.most_rows:
-                    raise ExportError(f"{self.path} is damaged: it gives more rows than it has bytes")
+                    raise ExportError(f"{self.path} is damaged: it gives more rows than it has room for")
                 yield row
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             raise self._refusal(error) from None
@@ -115,7 +117,7 @@ class Export:
             return ExportError(
                 f"{self.path} takes longer than {self.limit_s:.0f} s to read, far more than its size asks"
             )
-        said = "".join(c if c.isprintable() else " " for c in str(error)[:200])  # SQLite quotes the file in it
+        said = printable(str(error)[:200], " ")  # SQLite quotes the file in it
         return ExportError(f"{self.path} is damaged, or no export of nsys: {said}")
 
 
@@ -125,7 +127,7 @@ def _only_reading(action: int, *_: object) -> int:
 
 
 def _check_file(path: Path) -> int:
-    """The size in bytes of what looks like a whole SQLite file; ExportError for anything else."""
+    """The bytes stored of what looks like a whole SQLite file; ExportError for anything else."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -134,6 +136,7 @@ def _check_file(path: Path) -> int:
             )
         with path.open("rb") as file:
             header = file.read(100)
+            stored_bytes = _stored_bytes(file.fileno(), status.st_size)
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -152,4 +155,19 @@ def _check_file(path: Path) -> int:
         beside = Path(f"{path}{companion}")
         if beside.exists() and os.path.getsize(beside):
             raise ExportError(f"{path} is not finished: {beside.name} beside it holds changes; export it again")
-    return status.st_size
+    return stored_bytes
+
+
+def _stored_bytes(file: int, size_bytes: int) -> int:
+    """The size without its holes: a file of a few KiB may claim terabytes, and holds no row more for it."""
+    if not hasattr(os, "SEEK_HOLE"):
+        return size_bytes
+    stored_bytes, end = 0, 0
+    while end < size_bytes:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError:  # a hole to the end
+            break
+        end = os.lseek(file, start, os.SEEK_HOLE)
+        stored_bytes += end - start
+    return stored_bytes

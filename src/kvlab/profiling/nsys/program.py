@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvlab.errors import KvlabError
 from kvlab.profiling.nsys.export import REPORTS
+from kvlab.profiling.nsys.relay import Relay, noting
 
 HOW_TO_GET_IT = (
     "it comes with NVIDIA's CUDA Toolkit and as NVIDIA's own package nsight-systems (on Debian: component non-free); "
@@ -79,10 +80,10 @@ class Nsys:
 def run_profiled(nsys: Nsys, program: list[str], output: Path, *, stdout: int | None = None) -> Profile:
     """Run ``program`` under ``nsys``; leaves ``output`` + ``.nsys-rep`` (older versions: ``.qdrep``) and ``.sqlite``.
 
-    The program's own exit status is kept, whatever nsys makes of it: a small shell between the two writes it down.
-    Ctrl-C goes to the program; what was recorded until then is exported. ``stdout`` is where the output of the
-    program and of nsys goes, as for ``subprocess``. Raises NsysError if a file is in the way, the program cannot be
-    started, or no report comes of it.
+    The program's own exit status is kept, whatever nsys makes of it. SIGHUP, SIGINT and SIGTERM go to the program, the
+    third of them as SIGKILL; what was recorded until then is exported. ``stdout`` is where the output of the program
+    and of nsys goes, as for ``subprocess``. Raises NsysError if a file is in the way, the program cannot be started, or
+    no report comes of it.
     """
     if "%" in str(output):
         raise NsysError(f"{output}: nsys reads % in an output name as a macro; choose another")
@@ -91,32 +92,31 @@ def run_profiled(nsys: Nsys, program: list[str], output: Path, *, stdout: int | 
     _check_way_is_free(report, export)
     if shutil.which(program[0]) is None:
         raise NsysError(f"no program {program[0]!r:.200} to run")
-    with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder) / "status"
-        noting = ["/bin/sh", "-c", 'trap : INT; note=$1; shift; "$@"; echo $? > "$note"', "sh", str(note), *program]
-        ended = _run_to_its_end(nsys.profile_command(output, noting), stdout)
-        noted = note.read_text().strip() if note.exists() else ""
-    if not report.exists():
-        raise NsysError(_why_no_report(nsys, output, ended))
-    done = subprocess.run(
-        nsys.export_command(report, export),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = nsys.profile_command(output, noting(folder, program))
+        with Relay(folder) as relay:
+            ended = relay.run(command, stdout)
+            status = relay.program_status
+            if not report.exists():
+                raise NsysError(_why_no_report(nsys, output, ended))
+            _export(nsys, report, export)
+    return Profile(report, export, _as_a_shell_says(ended) if status is None else status)
+
+
+def _export(nsys: Nsys, report: Path, export: Path) -> None:
+    command = nsys.export_command(report, export)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except KeyboardInterrupt:
+        export.unlink(missing_ok=True)
+        raise NsysError(f"stopped before the export of {report} was done: {shlex.join(command)} makes it") from None
     if done.returncode or not export.exists():
         raise NsysError(f"{report} is there, but nsys export failed: {done.stdout.strip()[-200:]}")
-    return Profile(report, export, int(noted) if noted else ended)
 
 
-def _run_to_its_end(command: list[str], stdout: int | None) -> int:
-    """The exit status of ``command``, which sees Ctrl-C itself and still has to write its report."""
-    with subprocess.Popen(command, stdout=stdout) as running:
-        while running.poll() is None:
-            with contextlib.suppress(KeyboardInterrupt):
-                running.wait()
-    return running.returncode if running.returncode >= 0 else ENDED_BY_SIGNAL - running.returncode
+def _as_a_shell_says(returncode: int) -> int:
+    return returncode if returncode >= 0 else ENDED_BY_SIGNAL - returncode
 
 
 def _said(command: list[str]) -> str:
@@ -144,4 +144,5 @@ def _why_no_report(nsys: Nsys, output: Path, ended: int) -> str:
             f"nsys left {raw} and no report: its importer is not beside it. On Debian, link "
             "/usr/lib/x86_64-linux-gnu/nsight-systems/host-linux-x64 to /usr/lib/nsight-systems/host-linux-x64"
         )
-    return f"{nsys.path} ended with status {ended} and left no report; what it said stands above"
+    status = _as_a_shell_says(ended)
+    return f"{nsys.path} ended with status {status} and left no report; what it said stands above"
