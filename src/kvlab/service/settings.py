@@ -58,3 +58,4 @@ class FrontSettings(BaseModel):
     header_timeout_s: float = Field(default=10.0, gt=0)
     body_timeout_s: float = Field(default=10.0, gt=0)
     grace_s: float = Field(default=30.0, ge=0)
+    engine_timeout_s: float = Field(default=120.0, gt=0)
