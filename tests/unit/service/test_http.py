@@ -13,6 +13,7 @@ from kvlab.cache import CachePolicy
 from kvlab.service.launch import running
 from kvlab.service.load import ask as streamed
 from kvlab.service.load import client_of, short_then_long
+from kvlab.service.monitoring.clients import Stream
 
 TENANTS = """
 anonymous: {kv_share: 0.7, queue: 40}
@@ -376,3 +377,16 @@ def test_every_series_is_there_with_a_text_that_explains_it(service):
         assert any(line.startswith(f"# HELP {name} ") and len(line) > 60 for line in text.splitlines()), name
     assert 'inference_requests_total{outcome="engine_lost",tenant="keyed"} 0.0' in text
     assert "_created" not in text
+
+
+def test_a_client_that_hangs_up_in_a_thread_is_cancelled_with_what_it_had_seen(service, tiny_model):
+    before = service.metrics()
+    client = Stream(service.url, str(tiny_model), [65] * 16, 3_000, "anonymous")
+    assert client.begun.wait(60)
+    assert client.outcome is None
+    client.hang_up()
+    client.join(60)
+    assert client.outcome == "hung up"
+    assert 0 < len(client.view.pieces_s) < 3_000
+    assert counted(before, settled(service), "cancelled", "anonymous") == 1
+    assert service.metrics()["kv_cache_reserved_tokens{tenant=anonymous}"] == 0
