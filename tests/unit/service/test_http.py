@@ -1,6 +1,7 @@
 """The HTTP front against a real server: OpenAI's client, good and bad input, and clients that go or dawdle."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -28,7 +29,7 @@ def service(tiny_model, tmp_path_factory):
     tenants = tmp_path_factory.mktemp("service") / "tenants.yml"
     tenants.write_text(TENANTS)
     options = ["--model", str(tiny_model), "--budget", "24MiB", "--max-total-tokens", "128", "--tenants", str(tenants)]
-    limits = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--max-connections", "60"]
+    limits = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--send-timeout-s", "2", "--max-connections", "60"]
     with running(*options, *limits, "--max-request-tokens", "4000") as service:
         yield service
 
@@ -205,8 +206,6 @@ def test_a_body_beyond_the_limit_is_a_413_whether_declared_or_not(service):
 
 def socket_safe():
     """A server that answers and closes while the client still sends may reset the connection first."""
-    import contextlib
-
     return contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError)
 
 
@@ -325,6 +324,34 @@ def test_a_body_that_does_not_come_is_a_408(service):
     answer = raw(service, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What still comes, until the connection ends or nothing more comes."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError, TimeoutError):
+        while part := connection.recv(65_536):
+            received += part
+    return received
+
+
+def test_a_client_that_does_not_read_loses_its_connection_and_one_that_reads_late_does_not(service):
+    """Answers of some ten megabytes, far more than the kernel takes: the server has to wait for the reader."""
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.socket() as deaf, socket.socket() as late:
+        for connection in (deaf, late):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(5)
+            connection.connect((host, int(port)))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 600)
+        received, end_s = 0, time.monotonic() + 5
+        while time.monotonic() < end_s:
+            received += len(late.recv(65_536))
+            time.sleep(0.01)
+        assert received > 100_000
+        assert late.recv(65_536)
+        assert 0 < rest(deaf).count(b"HTTP/1.1 200 ") < 600
+    assert httpx.get(f"{service.url}/healthz").status_code == 200
 
 
 def test_what_is_no_http_is_a_400_in_json(service):
