@@ -90,6 +90,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.dispatcher, self.grace_s = dispatcher, grace_s
         self.failure: str | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -101,8 +102,12 @@ class Server(uvicorn.Server):
             signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Not a word here: a log that was just being written takes no second line within the first."""
-        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        """Not a word here: a log that was just being written takes no second line within the first.
+
+        uvicorn's answer to a second SIGINT is to drop everything, its own tasks too; here it ends the requests.
+        """
+        if self.should_exit and sig == signal.SIGINT and self.loop:
+            self.loop.call_soon_threadsafe(self.dispatcher.abandon)
         self.should_exit = True
 
     def fail(self, message: str) -> None:
@@ -110,6 +115,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets=None) -> None:
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         host, port = sockets[0].getsockname()
         print(f"listening on http://{host}:{port}", flush=True)

@@ -50,11 +50,11 @@ def is_gone(pid: int) -> bool:
     return True
 
 
-async def streams_while(service, action, prompts, clients: int = 3):
+async def streams_while(service, model: str, action, prompts, clients: int = 3):
     """What clients saw that were reading when the action happened, and of more that asked afterwards."""
     async with client_of(service.url) as client:
         begun = [asyncio.Event() for _ in range(clients)]
-        fields = {"model": service.model, "max_tokens": 4_000}
+        fields = {"model": model, "max_tokens": 4_000}
         tasks = [asyncio.create_task(ask(client, "before", event, prompt="x", **fields)) for event in begun]
         await asyncio.gather(*(event.wait() for event in begun))
         action()
@@ -69,9 +69,10 @@ async def streams_while(service, action, prompts, clients: int = 3):
 
 
 def test_an_engine_that_hangs_is_killed_and_its_clients_are_told(ready, tiny_model):
-    ready.model = str(tiny_model)
     engine, restarts = ready.engine_pid, ready.metrics()["engine_restarts_total"]
-    views, readiness = asyncio.run(streams_while(ready, lambda: os.kill(engine, signal.SIGSTOP), [HUGE] * 6))
+    views, readiness = asyncio.run(
+        streams_while(ready, str(tiny_model), lambda: os.kill(engine, signal.SIGSTOP), [HUGE] * 6)
+    )
     assert [view.outcome for view in views] == ["engine_lost"] * 9
     assert [view.status for view in views if view.name == "after"] == [503] * 6
     assert readiness[0] == 200
@@ -137,7 +138,7 @@ def test_a_front_out_of_descriptors_starts_an_engine_when_it_has_some_again(opti
         assert service.engine_pid != engine
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM] * 3], ids=str)
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM] * 3], ids=str)
 def test_a_signal_that_comes_with_the_address_ends_the_service_in_order(options, numbers):
     service = ServiceProcess(*options)
     try:
@@ -152,27 +153,33 @@ def test_a_signal_that_comes_with_the_address_ends_the_service_in_order(options,
         service.close()
 
 
-def test_sigterm_ends_a_service_whose_engine_hangs(options, tiny_model):
-    with running(*options, "--grace-s", "0.2") as service:
-        service.model = str(tiny_model)
-        engine = service.engine_pid
+def seen_by_a_reader(service, model: str, signals: list[tuple[int, signal.Signals]]) -> str:
+    """How the stream of a client ended that was reading when processes were sent signals."""
 
-        def stop_both():
-            os.kill(engine, signal.SIGSTOP)
-            service.process.send_signal(signal.SIGTERM)
+    async def read() -> str:
+        async with client_of(service.url) as client:
+            begun, fields = asyncio.Event(), {"model": model, "prompt": "x", "max_tokens": 4_000}
+            task = asyncio.create_task(ask(client, "reads", begun, **fields))
+            await begun.wait()
+            for pid, number in signals:
+                os.kill(pid, number)
+                await asyncio.sleep(0.2)
+            return (await task).outcome
 
-        async def load():
-            async with client_of(service.url) as client:
-                begun = asyncio.Event()
-                task = asyncio.create_task(
-                    ask(client, "reads", begun, model=service.model, prompt="x", max_tokens=4_000)
-                )
-                await begun.wait()
-                stop_both()
-                return await task
+    return asyncio.run(read())
 
-        view = asyncio.run(load())
-        assert view.outcome == "shutting_down"
-        assert service.process.wait(60) == 0
+
+@pytest.mark.parametrize("case", ["the engine hangs", "the engine dies", "a second ctrl-c"])
+def test_a_signal_under_load_ends_the_service_in_order(options, tiny_model, case):
+    grace_s = "0.5" if case == "the engine hangs" else "60"
+    with running(*options, "--grace-s", grace_s) as service:
+        front, engine = service.pid, service.engine_pid
+        signals, outcome = {
+            "the engine hangs": ([(engine, signal.SIGSTOP), (front, signal.SIGTERM)], "shutting_down"),
+            "a second ctrl-c": ([(front, signal.SIGINT), (front, signal.SIGINT)], "shutting_down"),
+            "the engine dies": ([(front, signal.SIGTERM), (engine, signal.SIGKILL)], "engine_lost"),
+        }[case]
+        assert seen_by_a_reader(service, str(tiny_model), signals) == outcome
+        assert service.process.wait(45) == 0
         assert is_gone(engine)
         assert "Traceback" not in service.log()
