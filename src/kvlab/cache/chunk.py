@@ -53,11 +53,10 @@ class Writes:
 class FirstStep:
     """A first chunk that fits: plain causal attention over the chunk itself, which is then stored."""
 
-    def __init__(self, ring: Ring, q: int):
-        self.ring, self.q, self.writes = ring, q, None
+    def __init__(self, q: int):
+        self.q, self.writes = q, None
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
-        ring = self.ring
+    def append(self, ring: Ring, layer: int, keys: torch.Tensor, values: torch.Tensor):
         if self.writes is None:
             self.writes = Writes(ring, self.q, keys.device)
             ring.decode.set_padding(ring.progress.pads)
@@ -76,7 +75,7 @@ class ChunkStep:
     """
 
     def __init__(self, ring: Ring, q: int):
-        self.ring, self.q, self.writes = ring, q, None
+        self.q, self.writes = q, None
         # by row: the position of the chunk's first column, and what is evicted before its first and last
         # query
         self.starts = [ring.progress.seen - pads for pads in ring.progress.pads]
@@ -86,16 +85,15 @@ class ChunkStep:
         self.copies = max(m - f for f, m in zip(self.fewest, most, strict=True)) + 1 if self.turned else 1
         self.old = min(max(max(self.starts) - ring.sinks_count, 0), ring.window)
 
-    @property
-    def columns(self) -> int:
-        return self.copies * self.ring.sinks_count + self.old + self.q
+    def columns(self, ring: Ring) -> int:
+        return self.copies * ring.sinks_count + self.old + self.q
 
-    def mask(self, device) -> torch.Tensor:
+    def mask(self, ring: Ring, device) -> torch.Tensor:
         """(B or 1, 1, q, columns): the first S and last W tokens of each query's row; pads see themselves."""
-        sinks, window, q = self.ring.sinks_count, self.ring.window, self.q
+        sinks, window, q = ring.sinks_count, ring.window, self.q
         start = torch.tensor(self.starts, device=device)[:, None]  # (b, 1)
         query = (start + torch.arange(q, device=device))[:, :, None]  # (b, q, 1), positions in the row
-        evicted = (query + 1 - self.ring.slots).clamp(min=0)
+        evicted = (query + 1 - ring.slots).clamp(min=0)
         copies = self._copies_evicted(device)[:, None]  # (b, 1, copies)
         own_copy = evicted == copies if self.turned else evicted >= 0  # (b, q, copies)
         sink_seen = own_copy[..., None] & (torch.arange(sinks, device=device) <= query)[:, :, None]
@@ -108,16 +106,16 @@ class ChunkStep:
         itself = torch.eye(q, dtype=torch.bool, device=device) & (query < 0)
         return torch.cat([sink_seen.flatten(2), held_seen, chunk_seen | itself], dim=-1)[:, None]
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
-        ring, sinks = self.ring, self.ring.sinks_count
+    def append(self, ring: Ring, layer: int, keys: torch.Tensor, values: torch.Tensor):
+        sinks = ring.sinks_count
         if self.writes is None:
             self.writes = Writes(ring, self.q, keys.device)
             ring.decode.set_padding(ring.progress.pads)
-            self.turns = self._turns(keys.device)
+            self.turns = self._turns(ring, keys.device)
         old = slice(sinks, sinks + self.old)
         self.writes.store_sinks(ring.layer_sinks[layer], keys)
         self.writes.store_sinks(ring.layer_values[layer], values)
-        sink_keys, sink_values = self._sink_copies(layer)
+        sink_keys, sink_values = self._sink_copies(ring, layer)
         held_keys = torch.cat([sink_keys, ring.layer_keys[layer][:, :, old], keys], dim=2)
         held_values = torch.cat([sink_values, ring.layer_values[layer][:, :, old], values], dim=2)
         self.writes.store(ring.layer_keys[layer], keys)
@@ -128,17 +126,17 @@ class ChunkStep:
         """(b, copies): how many tokens were evicted where each copy of the sinks is seen."""
         return torch.tensor(self.fewest, device=device)[:, None] + torch.arange(self.copies, device=device)
 
-    def _turns(self, device) -> dict:
+    def _turns(self, ring: Ring, device) -> dict:
         """Cosine and sine (b, 1, copies, 1, n) of each copy's turn, for each rotation in the ring."""
         turns, evicted = {}, self._copies_evicted(device)[..., None]
-        for rotation in set(self.ring.rotations) - {None} if self.turned else ():
+        for rotation in set(ring.rotations) - {None} if self.turned else ():
             angle = (evicted * rotation.frequencies(device))[:, None, :, None]
             turns[rotation] = angle.cos(), angle.sin()
         return turns
 
-    def _sink_copies(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sink_copies(self, ring: Ring, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sink keys, each copy turned by its own distance, and values (B, H, copies · S, head_dim)."""
-        ring, sinks = self.ring, self.ring.sinks_count
+        sinks = ring.sinks_count
         keys, values = (
             states[:, :, None, :sinks].expand(-1, -1, self.copies, -1, -1)
             for states in (ring.layer_sinks[layer], ring.layer_values[layer])

@@ -21,7 +21,6 @@ class DecodeStep:
     def __init__(self, ring: Ring):
         _, batch, heads, slots, _ = ring.keys.shape
         device = ring.keys.device
-        self.ring = ring
         self.first = torch.zeros(batch, dtype=torch.long, device=device)  # pads of each row
         heads_of_rows = torch.arange(batch * heads, device=device).view(batch, heads)
         self.first_slot = heads_of_rows * slots  # of each row and head, in the flattened buffer of a layer
@@ -37,28 +36,28 @@ class DecodeStep:
         """Remember where each row begins."""
         self.first.copy_(torch.tensor(pads))
 
-    def prepare(self, *, filled: int | None, storing_sinks: bool, need_mask: bool) -> torch.Tensor | None:
+    def prepare(self, ring: Ring, *, filled: int | None, storing_sinks: bool, need_mask: bool) -> torch.Tensor | None:
         """Turn the sinks and find the new row; returns the mask (B, 1, 1, columns), None if all are seen.
 
         ``filled``: slots in use after this token, if all rows use as many and the host knows; else None.
         """
-        sinks, window, slots = self.ring.sinks_count, self.ring.window, self.ring.slots
-        position = self.ring.columns - self.first  # (B,)
+        sinks, window, slots = ring.sinks_count, ring.window, ring.slots
+        position = ring.columns - self.first  # (B,)
         slot = torch.where(position < sinks, position, sinks + (position - sinks) % window)
         torch.add(self.first_slot, slot[:, None], out=self.row.view_as(self.first_slot))
         self.storing_sinks = storing_sinks
         if storing_sinks:
             sink = position.clamp(max=sinks)
             torch.add(self.first_sink, sink[:, None], out=self.sink_row.view_as(self.first_sink))
-        self._turn_sinks((position + 1 - slots).clamp(min=0), apart=torch.compiler.is_compiling())
+        self._turn_sinks(ring, (position + 1 - slots).clamp(min=0), apart=torch.compiler.is_compiling())
         self.shown = slots if filled is None else filled
         if filled is not None and not need_mask:
             return None
         return (torch.arange(self.shown, device=position.device) <= position[:, None])[:, None, None]
 
-    def _turn_sinks(self, distance: torch.Tensor, apart: bool) -> None:
+    def _turn_sinks(self, ring: Ring, distance: torch.Tensor, apart: bool) -> None:
         """Write the sinks, turned by ``distance`` (B,), where attention reads them."""
-        ring, sinks = self.ring, self.ring.sinks_count
+        sinks = ring.sinks_count
         for rotation, frequencies, layers in self.spans:
             angle = (distance[:, None] * frequencies)[:, None, None]  # (B, 1, 1, n)
             cos, sin = angle.cos(), angle.sin()
@@ -69,8 +68,7 @@ class DecodeStep:
             else:
                 rotation.turn(ring.sinks[layers, :, :, :sinks], cos, sin, ring.keys[layers, :, :, :sinks])
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
-        ring = self.ring
+    def append(self, ring: Ring, layer: int, keys: torch.Tensor, values: torch.Tensor):
         _write_rows(ring.layer_keys[layer], self.row, keys)
         _write_rows(ring.layer_values[layer], self.row, values)
         if self.storing_sinks:

@@ -12,7 +12,7 @@ import torch
 from .chunk import ChunkStep, FirstStep
 from .decode import DecodeStep
 from .errors import BatchChangedError, UnsupportedModelError, UnsupportedOperationError
-from .masks import MaskOffset, MaskRequest
+from .masks import MaskRequest
 from .policy import check_dtype
 from .progress import Progress
 from .rotary import Rotation
@@ -23,7 +23,8 @@ class Ring:
 
     Allocated at the first token, for batch B and H key/value heads: ``keys`` and ``values``
     (L, B, H, S + W, head_dim), and ``sinks`` (L, B, H, S + 1, head_dim): the sink keys as first computed,
-    plus a row for the keys that are no sinks.
+    plus a row for the keys that are no sinks. What a step needs of its ring it is handed at each call: held, it
+    would close a cycle, and the buffers would outlive their cache until the next collection.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Ring:
         dtype: torch.dtype | None,
         compileable: bool,
         position_limit: int | None,
-        check_room: Callable[[ChunkStep, int], None],
+        check_room: "Callable[[Ring, ChunkStep, int], None]",
     ):
         self.sinks_count, self.window = sinks_count, window
         self.rotations = rotations
@@ -47,7 +48,6 @@ class Ring:
         self.position_limit = position_limit
         self.check_room = check_room
         self.progress = progress
-        self.offset = MaskOffset(self)
         self.keys: torch.Tensor | None = None
         self.reset()
 
@@ -94,7 +94,7 @@ class Ring:
             self.progress.check_whole()
             self.step = self.decode
             self.counted_on_device = True
-            return self.decode.prepare(filled=None, storing_sinks=True, need_mask=True)
+            return self.decode.prepare(self, filled=None, storing_sinks=True, need_mask=True)
         return self._plan(request)
 
     @torch.compiler.disable
@@ -108,20 +108,21 @@ class Ring:
         progress.plan(q, request.attention_mask)
         self._check_position()
         if progress.seen == 0 and progress.longest <= self.slots:
-            self.step = FirstStep(self, q)
+            self.step = FirstStep(q)
             return request.stock(q)
         if q == 1 and progress.settled and self.keys is not None:
             self.step = self.decode
             return self._plan_token(request.need_mask)
         chunk = ChunkStep(self, q)
-        self.check_room(chunk, request.batch)
+        self.check_room(self, chunk, request.batch)
         self.step = chunk
-        return chunk.mask(request.device)
+        return chunk.mask(self, request.device)
 
     def _plan_token(self, need_mask: bool) -> torch.Tensor | None:
         progress = self.progress
         even = not progress.is_padded and not self.compileable
         return self.decode.prepare(
+            self,
             filled=min(progress.longest, self.slots) if even else None,
             storing_sinks=self.compileable or progress.seen - max(progress.pads) < self.sinks_count,
             need_mask=need_mask,
@@ -146,7 +147,7 @@ class Ring:
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         """Store one layer's new tokens (B, H, q, head_dim); returns what its queries attend to."""
         self._check_shape(keys)
-        held = self.step.append(layer, keys, values)
+        held = self.step.append(self, layer, keys, values)
         if layer == len(self.rotations) - 1:
             self.columns.add_(keys.shape[2])
             self.step = None

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from .chunk import ChunkStep
 from .errors import PrefillChunkError
+from .ring import Ring
 from .shapes import head_dim, num_key_value_heads
 
 
@@ -35,12 +36,12 @@ class ChunkRoom:
         """Bytes any chunk of q tokens may need: copies of the sinks for each query, the window, itself."""
         return self.needed(batch, q, q * sinks + window + q)
 
-    def check(self, step: ChunkStep, batch: int) -> None:
+    def check(self, ring: Ring, step: ChunkStep, batch: int) -> None:
         """Raise ``PrefillChunkError`` if the chunk needs more than the limit."""
-        needed = self.needed(batch, step.q, step.columns)
+        needed = self.needed(batch, step.q, step.columns(ring))
         if needed <= self.limit_bytes:
             return
-        ring, fits = step.ring, step.q // 2
+        fits = step.q // 2
         while fits > 1 and self.most(batch, fits, ring.sinks_count, ring.window) > self.limit_bytes:
             fits //= 2
         raise PrefillChunkError(

@@ -23,7 +23,6 @@ class ShiftPlan:
     def __init__(self, high: int, low: int):
         self.high, self.low = high, low
         self.progress = Progress()
-        self.offset = MaskOffset(self)
         self.reset()
 
     def reset(self) -> None:
@@ -73,6 +72,7 @@ class ShiftingLayer(CacheLayerMixin):
         super().__init__()
         self.plan, self.index, self.is_last, self.is_sliding = plan, index, is_last, is_sliding
         self.kept_dtype = dtype
+        self.offset = MaskOffset(plan)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         check_dtype(self.kept_dtype, key_states.dtype)
@@ -122,7 +122,7 @@ class ShiftingLayer(CacheLayerMixin):
         return buffer[:, :, : kept + 1]
 
     def get_mask_sizes(self, query_length: int):
-        return query_length, self.plan.offset
+        return query_length, self.offset
 
     def get_seq_length(self) -> int:
         return self.plan.progress.columns

@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .base import BoundedCache
 from .errors import PolicyError
 from .gradients import without_gradients
-from .masks import register_masks
+from .masks import MaskOffset, register_masks
 from .policy import CachePolicy
 from .progress import Progress
 from .ring import Ring
@@ -24,6 +24,7 @@ class RingLayer(CacheLayerMixin):
     def __init__(self, ring: Ring, index: int, *, is_first: bool, is_last: bool, is_sliding: bool):
         super().__init__()
         self.ring, self.index = ring, index
+        self.offset = MaskOffset(ring)
         self.is_first, self.is_last = is_first, is_last  # of the whole cache
         self.is_sliding, self.is_compileable = is_sliding, ring.compileable
 
@@ -54,7 +55,7 @@ class RingLayer(CacheLayerMixin):
         return vars(self) | {"keys": None, "values": None, "is_initialized": False}
 
     def get_mask_sizes(self, query_length: int):
-        return query_length, self.ring.offset
+        return query_length, self.offset
 
     def get_seq_length(self):
         return self.ring.columns if self.ring.traced() else self.ring.columns_seen

@@ -31,7 +31,13 @@ def serve(
     max_connections: Annotated[int, typer.Option(help="Open connections.")] = 1_000,
     header_timeout_s: Annotated[float, typer.Option(help="Seconds for a request's headers.")] = 10.0,
     body_timeout_s: Annotated[float, typer.Option(help="Seconds for a request's body.")] = 10.0,
+    send_timeout_s: Annotated[
+        float, typer.Option(help="Seconds in which a client must read what waits for it.")
+    ] = 60.0,
     grace_s: Annotated[float, typer.Option(help="Seconds to finish after SIGTERM.")] = 30.0,
+    engine_timeout_s: Annotated[
+        float, typer.Option(help="Seconds without a word after which the engine hangs, and is replaced.")
+    ] = 120.0,
     admission: Annotated[
         bool, typer.Option("--admission/--no-admission", help="Reserve before a start; without, start everything.")
     ] = True,
@@ -67,7 +73,9 @@ def serve(
         max_connections=max_connections,
         header_timeout_s=header_timeout_s,
         body_timeout_s=body_timeout_s,
+        send_timeout_s=send_timeout_s,
         grace_s=grace_s,
+        engine_timeout_s=engine_timeout_s,
     )
     engine = EngineProcess(engine_settings)  # it loads while the front imports what it needs
     from kvlab.service.server import serve as run

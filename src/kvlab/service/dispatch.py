@@ -49,26 +49,19 @@ class Job:
         return len(self.prompt) + self.max_tokens
 
 
+def unavailable(code: str, message: str, retry_after_s: int) -> ApiError:
+    """503 for a request that was in order; ``code`` is also how it is counted."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, type="server_error", code=code, outcome=code, headers=headers)
+
+
 def engine_lost() -> ApiError:
-    return ApiError(
-        503,
-        "the engine ended while this request was with it, or is not up yet; it is restarted, try again",
-        type="server_error",
-        code="engine_lost",
-        outcome="engine_lost",
-        headers={"Retry-After": "5"},
-    )
+    message = "the engine ended while this request was with it, or is not up yet; it is restarted, try again"
+    return unavailable("engine_lost", message, 5)
 
 
 def shutting_down() -> ApiError:
-    return ApiError(
-        503,
-        "the service is shutting down",
-        type="server_error",
-        code="shutting_down",
-        outcome="shutting_down",
-        headers={"Retry-After": "30"},
-    )
+    return unavailable("shutting_down", "the service is shutting down", 30)
 
 
 class Dispatcher:
@@ -256,14 +249,8 @@ class Dispatcher:
     def _as_event(self, ended: Ended) -> str | ApiError:
         if ended.reason == "out_of_memory":
             self.metrics.inference_requests_oom_total.inc()
-            return ApiError(
-                503,
-                "there was no memory left for this request; what it held is freed, others go on",
-                type="server_error",
-                code="out_of_memory",
-                outcome="out_of_memory",
-                headers={"Retry-After": "1"},
-            )
+            message = "there was no memory left for this request; what it held is freed, others go on"
+            return unavailable("out_of_memory", message, 1)
         if ended.reason == "invalid":
             return ApiError(400, ended.message)
         return ended.reason

@@ -5,6 +5,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from .settings import EngineSettings
 log = logging.getLogger("kvlab.engine")
 
 STATUS_INTERVAL_S = 0.05
+IDLE_ROUND_S = 1.0  # with nothing to do it says so as often: silence means that it hangs
 
 
 class DeviceUnusable(RuntimeError):
@@ -37,56 +39,65 @@ class Engine:
         self.last_error: Exception | None = None
         self.evicted_before = 0  # by requests that are over
         self.stopping = False
+        self._tokens: list[tuple[int, int]] = []  # of steps that were not told yet
+        self._ended: list[Ended] = []
         self._status_due_s = 0.0
         gc.collect()
-        gc.freeze()  # what is there by now stays; a collection looks at requests alone
+        gc.freeze()  # what is there by now stays, and costs no collection anything
 
     def run(self, commands: "queue.SimpleQueue[Command]") -> None:
         while self.in_flight or not self.stopping:
-            ended = self._obey(commands)
-            tokens: list[tuple[int, int]] = []
+            self._obey(commands)
             for request_id in list(self.in_flight):
-                self._advance(request_id, tokens, ended)
-            if tokens or ended or time.monotonic() >= self._status_due_s:
-                self.send("round", Round(tokens, ended, self._status(force=bool(ended))))
+                self._advance(request_id)
+                if time.monotonic() >= self._status_due_s:
+                    self._tell()  # within a round of many slow steps too: each step is a sign of life
+            if self._tokens or self._ended or time.monotonic() >= self._status_due_s:
+                self._tell()
 
-    def _obey(self, commands: "queue.SimpleQueue[Command]") -> list[Ended]:
+    def _tell(self) -> None:
+        self.send("round", Round(self._tokens, self._ended, self._status(force=bool(self._ended))))
+        self._tokens, self._ended = [], []
+
+    def _obey(self, commands: "queue.SimpleQueue[Command]") -> None:
         """Take the commands that wait; with nothing to do, wait for one."""
-        ended: list[Ended] = []
         while not self.stopping:
+            idle = not (self.in_flight or self._ended)
             try:
-                command = commands.get(block=not (self.in_flight or ended))
+                command = commands.get(timeout=IDLE_ROUND_S) if idle else commands.get_nowait()
             except queue.Empty:
                 break
             match command:
                 case Start():
-                    self.in_flight[command.request_id] = Sequence(self.model, self.settings, command)
+                    self._end(command.request_id, self._failure_of(command.request_id, partial(self._take_in, command)))
                 case Cancel() if command.request_id in self.in_flight:
-                    self._drop(command.request_id)
-                    ended.append(Ended(command.request_id, "cancelled"))
+                    self._end(command.request_id, Ended(command.request_id, "cancelled"))
                 case Stop():
                     self.stopping = True
-        return ended
 
-    def _advance(self, request_id: int, tokens: list[tuple[int, int]], ended: list[Ended]) -> None:
+    def _take_in(self, start: Start) -> None:
+        self.in_flight[start.request_id] = Sequence(self.model, self.settings, start)
+
+    def _advance(self, request_id: int) -> None:
         """One step of one request; what goes wrong in it ends this request, or the process."""
-        sequence = self.in_flight[request_id]
-        failure = self._failure_of_step(sequence, tokens)
-        if failure is not None:
-            # Nothing refers to the exception any more, so its frames let go of the step's tensors.
-            del sequence
-            self._drop(request_id)
-            ended.append(failure)
-            log.warning("request %d: %s: %s", request_id, failure.reason, failure.message)
-        elif tokens and tokens[-1][0] == request_id and (reason := sequence.end_after(tokens[-1][1])):
-            del sequence
-            self._drop(request_id)
-            ended.append(Ended(request_id, reason))
+        self._end(request_id, self._failure_of(request_id, partial(self._step, request_id)) or self._done(request_id))
 
-    def _failure_of_step(self, sequence: Sequence, tokens: list[tuple[int, int]]) -> Ended | None:
-        request_id = sequence.start.request_id
+    def _step(self, request_id: int) -> None:
+        token = self.in_flight[request_id].step()
+        if token is not None:
+            self._tokens.append((request_id, token))
+
+    def _done(self, request_id: int) -> Ended | None:
+        """The end of a request whose last token this step gave."""
+        if not self._tokens or self._tokens[-1][0] != request_id:
+            return None
+        reason = self.in_flight[request_id].end_after(self._tokens[-1][1])
+        return Ended(request_id, reason) if reason else None
+
+    def _failure_of(self, request_id: int, work: Callable[[], None]) -> Ended | None:
+        """Do some work of one request; the end of the request if that went wrong."""
         try:
-            token = sequence.step()
+            work()
         except KvlabError as error:
             return Ended(request_id, "invalid", str(error))
         except Exception as error:
@@ -98,14 +109,17 @@ class Engine:
             if self.settings.on_oom == "keep":
                 self.last_error = error
             return Ended(request_id, "out_of_memory", failure.message)
-        if token is not None:
-            tokens.append((request_id, token))
         return None
 
-    def _drop(self, request_id: int) -> None:
-        """Forget a request, and free what it held: a sliding cache's parts refer to one another."""
-        self.evicted_before += self.in_flight.pop(request_id).evicted_tokens
-        gc.collect()
+    def _end(self, request_id: int, ended: Ended | None) -> None:
+        """Forget a request that is over, and free what it held. Nothing refers to its exception any more."""
+        if ended is None:
+            return
+        if ended.message:
+            log.warning("request %d: %s: %s", request_id, ended.reason, ended.message)
+        if sequence := self.in_flight.pop(request_id, None):
+            self.evicted_before += sequence.evicted_tokens
+        self._ended.append(ended)
 
     def _status(self, *, force: bool) -> Status | None:
         now_s = time.monotonic()

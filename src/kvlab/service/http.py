@@ -13,13 +13,14 @@ from .settings import FrontSettings
 class Connection(H11Protocol):
     """Closes connections beyond ``max_connections``, and those whose headers take longer than ``header_timeout_s``.
 
-    uvicorn itself waits for ever for the first header.
+    It also breaks off those whose client does not read within ``send_timeout_s``. uvicorn itself waits for ever, for
+    the first header and for a reader.
     """
 
     def __init__(self, *args, front: FrontSettings, **kwargs):
         super().__init__(*args, **kwargs)
         self.front = front
-        self._late = None
+        self._late = self._unread = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -35,8 +36,17 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.front.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read()
+
     def connection_lost(self, exc) -> None:
         self._unwatch()
+        self._read()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -58,6 +68,11 @@ class Connection(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _too_late(self) -> None:
         message = f"the request's headers did not come within {self.front.header_timeout_s:g} s"

@@ -45,15 +45,19 @@ class ServiceProcess:
     def engine_pid(self) -> int:
         return httpx.get(f"{self.url}/healthz").json()["engine_pid"]
 
+    def read_address(self) -> None:
+        """Until it listens, which is before it is ready; raises StartError if it ends instead."""
+        line = self.process.stdout.readline().decode()
+        if (found := re.search(r"http://\S+", line)) is None:
+            self.process.wait(60)
+            raise StartError(f"the service ended with exit status {self.process.returncode}: {self.log()[-500:]}")
+        self.url = found[0]
+
     def wait_until_ready(self, timeout_s: float = 90.0) -> None:
         """Until it serves; raises StartError if it ends instead, or takes too long."""
         deadline_s = time.monotonic() + timeout_s
         if not self.url:
-            line = self.process.stdout.readline().decode()
-            if (found := re.search(r"http://\S+", line)) is None:
-                self.process.wait(timeout_s)
-                raise StartError(f"the service ended with exit status {self.process.returncode}: {self.log()[-500:]}")
-            self.url = found[0]
+            self.read_address()
         while not self.is_ready():
             if self.process.poll() is not None:
                 raise StartError(f"the service ended with exit status {self.process.returncode}: {self.log()[-500:]}")

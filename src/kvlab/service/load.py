@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Self
@@ -16,7 +17,8 @@ from .launch import parse_metrics
 class View:
     """One request as its client saw it; times are of the monotonic clock.
 
-    ``outcome``: ``completed``, the code of the error that came instead, or ``connection`` for a connection that broke.
+    ``outcome``: ``completed``, ``hung up``, the code of the error that came instead, or ``connection`` for a
+    connection that broke.
     ``status``: of the answer, None if there was none. A stream that broke off began with 200.
     """
 
@@ -38,9 +40,18 @@ def client_of(url: str, tenant: str | None = None, api_key: str = "unused") -> o
 
 
 async def ask(
-    client: openai.AsyncOpenAI, name: str, begun: asyncio.Event | None = None, *, ignore_eos: bool = True, **fields
+    client: openai.AsyncOpenAI,
+    name: str,
+    begun: asyncio.Event | threading.Event | None = None,
+    *,
+    gone: asyncio.Event | threading.Event | None = None,
+    ignore_eos: bool = True,
+    **fields,
 ) -> View:
-    """One streamed completion; ``begun`` is set at its first token, or when there will be none."""
+    """One streamed completion; ``begun`` is set at its first piece of text, or when there will be none.
+
+    Once ``gone`` is set the client hangs up, with the next piece of text.
+    """
     view = View(name, time.monotonic())
     try:
         stream = await client.completions.create(stream=True, extra_body={"ignore_eos": ignore_eos}, **fields)
@@ -50,6 +61,9 @@ async def ask(
                 view.pieces_s.append(time.monotonic())
                 if begun:
                     begun.set()
+                if gone and gone.is_set():
+                    view.outcome = "hung up"
+                    return view
         view.outcome = "completed"
     except openai.APIStatusError as error:
         view.status, view.outcome, view.message = error.status_code, error.code or "", error.message

@@ -71,7 +71,10 @@ class Status:
 
 @dataclass(frozen=True)
 class Round:
-    """One step of every request in flight: the tokens that came out, and the requests that are over."""
+    """What came of one step of each request in flight, or of some of them: tokens, and requests that are over.
+
+    An engine with nothing to do says an empty one from time to time, as a sign of life.
+    """
 
     tokens: list[tuple[int, int]]
     ended: list[Ended]

@@ -1,9 +1,12 @@
 """One engine process: started with the budget's malloc settings, spoken to over a socket pair."""
 
+import contextlib
 import os
 import pickle
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -33,11 +36,20 @@ class EngineProcess:
                 start_new_session=True,  # a Ctrl-C in the terminal is the front's to answer
             )
         self.pid = self._child.pid
-        self.connection.send(settings)
+        self._commands: queue.SimpleQueue[EngineSettings | Command | None] = queue.SimpleQueue()
+        self._commands.put(settings)
+        threading.Thread(target=self._write, name="engine-writer", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Raises OSError if the process is gone."""
-        self.connection.send(command)
+        """Never waits; whether the process still hears it shows in its reports."""
+        self._commands.put(command)
+
+    def _write(self) -> None:
+        """Hand commands on, in a thread: an engine that hangs reads nothing, and the event loop must not wait."""
+        with self.connection:
+            for command in iter(self._commands.get, None):
+                with contextlib.suppress(OSError):
+                    self.connection.send(command)
 
     def reports(self) -> Iterator[tuple[str, object]]:
         """What the engine says, until it is gone."""
@@ -50,12 +62,17 @@ class EngineProcess:
     def kill(self) -> None:
         self._child.kill()
 
-    def end(self, timeout_s: float = 10.0) -> int:
+    def wait(self, timeout_s: float = 10.0) -> int:
         """Wait for the process, which is over or about to be; kill it if it is not. Returns its exit code."""
         try:
             return self._child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._child.kill()
             return self._child.wait()
+
+    def end(self) -> int:
+        """Wait, and close the connection: for whoever read the reports to their end."""
+        try:
+            return self.wait()
         finally:
-            self.connection.close()
+            self._commands.put(None)

@@ -1,14 +1,17 @@
 """Puts the parts together and runs them until a signal ends the service."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from kvlab.errors import KvlabError
 from kvlab.model import load_config, load_tokenizer
@@ -41,7 +44,7 @@ def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess)
         settings,
         config,
         tenants,
-        Supervisor(settings, engine),
+        Supervisor(settings, front.engine_timeout_s, engine),
         metrics,
         admission=front.admission,
         on_fatal=lambda message: server.fail(message),
@@ -70,34 +73,55 @@ def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess)
 
 
 def listen(front: FrontSettings) -> socket.socket:
-    """A listening socket, and its address on stdout: with port 0 nobody else knows it. Raises ServiceError."""
+    """A listening socket; raises ServiceError."""
     try:
-        listener = socket.create_server((front.host, front.port), backlog=2048)
+        return socket.create_server((front.host, front.port), backlog=2048)
     except OSError as error:
         raise ServiceError(f"cannot listen: {error.strerror}") from None
-    print(f"listening on http://{front.host}:{listener.getsockname()[1]}", flush=True)
-    return listener
 
 
 class Server(uvicorn.Server):
-    """A signal first drains: what waits is refused, what is in flight has ``grace_s`` to finish."""
+    """A signal first drains: what waits is refused, what is in flight has ``grace_s`` to finish.
+
+    Its address is on stdout, as with port 0 nobody else knows it; by then signals are answered.
+    """
 
     def __init__(self, config: uvicorn.Config, dispatcher: Dispatcher, grace_s: float):
         super().__init__(config)
         self.dispatcher, self.grace_s = dispatcher, grace_s
         self.failure: str | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's gives them back; here one that comes when all is done has nothing to add, and is ignored."""
+        for number in HANDLED_SIGNALS:
+            signal.signal(number, self.handle_exit)
+        yield
+        for number in HANDLED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.should_exit and sig == signal.SIGINT:
-            self.force_exit = True
+        """Not a word here: a log that was just being written takes no second line within the first.
+
+        uvicorn's answer to a second SIGINT is to drop everything, its own tasks too; here it ends the requests.
+        """
+        if self.should_exit and sig == signal.SIGINT and self.loop:
+            self.loop.call_soon_threadsafe(self.dispatcher.abandon)
         self.should_exit = True
-        log.info("%s: finishing %d requests", signal.Signals(sig).name, self.dispatcher.in_flight)
 
     def fail(self, message: str) -> None:
         self.failure = message
         self.should_exit = True
 
+    async def startup(self, sockets=None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        host, port = sockets[0].getsockname()
+        print(f"listening on http://{host}:{port}", flush=True)
+
     async def shutdown(self, sockets=None) -> None:
+        log.info("finishing %d requests", self.dispatcher.in_flight)
         self.dispatcher.drain()
         asyncio.get_running_loop().call_later(self.grace_s, self.dispatcher.abandon)
         await super().shutdown(sockets)

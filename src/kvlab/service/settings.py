@@ -57,4 +57,6 @@ class FrontSettings(BaseModel):
     max_connections: int = Field(default=1_000, gt=0)
     header_timeout_s: float = Field(default=10.0, gt=0)
     body_timeout_s: float = Field(default=10.0, gt=0)
+    send_timeout_s: float = Field(default=60.0, gt=0)
     grace_s: float = Field(default=30.0, ge=0)
+    engine_timeout_s: float = Field(default=120.0, gt=0)

@@ -1,12 +1,14 @@
 """Who asks: tenants with their keys and quotas, read from a YAML file."""
 
 import hmac
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from kvlab.errors import KvlabError
 
@@ -27,7 +29,8 @@ class UnknownTenant(KvlabError):
 class Tenant(BaseModel):
     """``kv_tokens`` or ``kv_share`` of the capacity may be reserved at once, and ``queue`` requests may wait.
 
-    ``key``: the API key; a tenant without one is named by the header ``X-Tenant`` alone.
+    ``key``: the API key, of visible ASCII characters, as a header carries no others; a tenant without one is named by
+    the header ``X-Tenant`` alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +39,13 @@ class Tenant(BaseModel):
     kv_tokens: int | None = Field(default=None, gt=0)
     kv_share: float | None = Field(default=None, gt=0, le=1)
     queue: int = Field(default=16, ge=0)
+
+    @field_validator("key")
+    @classmethod
+    def _fits_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not re.fullmatch(r"[!-~]+", key.get_secret_value()):
+            raise ValueError("a key is made of visible ASCII characters, without spaces")
+        return key
 
     @model_validator(mode="after")
     def _one_quota(self) -> Self:
@@ -67,11 +77,19 @@ class Tenants:
             content = _parsed(path)
             if not isinstance(content, dict) or not content:
                 raise TenantsError(f"{path}: write one mapping of tenant names to key, kv_tokens or kv_share, queue")
-            return cls({_checked_name(name): Tenant.model_validate(fields) for name, fields in content.items()})
+            tenants = cls({_checked_name(name): Tenant.model_validate(fields) for name, fields in content.items()})
+            tenants._check_keys(path)
+            return tenants
         except ValidationError as error:
             first = error.errors(include_input=False)[0]  # the input may hold a key
             where = ".".join(str(part) for part in first["loc"])
             raise TenantsError(f"{path}: {where + ': ' if where else ''}{first['msg']}") from None
+
+    def _check_keys(self, path: Path) -> None:
+        """A key proves one tenant."""
+        owners = Counter(tenant.key.get_secret_value() for tenant in self._with_key.values())
+        if shared := [name for name, tenant in self._with_key.items() if owners[tenant.key.get_secret_value()] > 1]:
+            raise TenantsError(f"{path}: {' and '.join(shared)} have the same key")
 
     def quotas(self, capacity_tokens: int) -> dict[str, Quota]:
         return {name: tenant.quota(capacity_tokens) for name, tenant in self.by_name.items()}
@@ -98,9 +116,23 @@ class Tenants:
         raise UnknownTenant("give the API key of a tenant, or its name in the header X-Tenant")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, but for repeated keys, of which it would take the last and forget the others."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise TenantsError(f"{', '.join(repeated)} is there more than once")
+        return super().construct_mapping(node, deep)
+
+
 def _parsed(path: Path) -> object:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except TenantsError as error:
+        raise TenantsError(f"{path}: {error}") from None
+    except OSError as error:
+        raise TenantsError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError: a date such as 2001-99-99
         raise TenantsError(f"{path} is not YAML") from None
 

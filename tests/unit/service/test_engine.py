@@ -27,6 +27,8 @@ CASES = {
     "exit": (LOAD, {**STATIC, "on_oom": "exit"}),
     "sliding": (LOAD, SLIDING),
     "turns": ([(5, 3), (5, 3)], GROWING),
+    "no room for the prompt": ([SHORT, (2_500_000, 5), SHORT], GROWING),
+    "told at once": ([(200, 3)] * 3, GROWING),
     "one static": ([(300, 100)], STATIC),
     "one growing": ([(300, 100)], GROWING),
     "one sliding": ([(300, 100)], SLIDING),
@@ -41,6 +43,7 @@ def drive(meter, model, cases):
     import torch
 
     from kvlab.model import load_model
+    from kvlab.service import engine as engine_room
     from kvlab.service.engine import Engine
     from kvlab.service.messages import Start, Stop
     from kvlab.service.rehearsal import step_room_bytes
@@ -51,6 +54,7 @@ def drive(meter, model, cases):
 
     def seen(name, commands, fields):
         said, waiting = [], queue.SimpleQueue()
+        engine_room.STATUS_INTERVAL_S = 0.0 if name in always_told else 0.05
         engine = Engine(loaded, settings_of(fields), meter, lambda kind, content: said.append(content))
         token = 70_000 if name == "beyond the vocabulary" else 7
         for number, (prompt_tokens, max_tokens) in enumerate(commands):
@@ -72,12 +76,14 @@ def drive(meter, model, cases):
             "messages": {entry.request_id: entry.message for entry in ended},
             "tokens": {entry.request_id: tokens.count(entry.request_id) for entry in ended},
             "order": tokens,
+            "rounds": [round.tokens for round in said],
             "held_bytes": held_bytes,
             "held_bytes_once_cleared": meter.held_bytes,
             "peak_bytes": max((status.held_bytes for status in statuses), default=0) - before_bytes,
             "evicted": statuses[-1].evicted_tokens if statuses else 0,
         }
 
+    always_told = {"told at once", "one static", "one growing", "one sliding"}  # of these each step counts
     torch.set_num_threads(1)
     loaded = load_model(model)
     step_room_bytes(loaded, settings_of({"policy": "growing"}), 512)
@@ -122,6 +128,21 @@ def test_a_window_serves_the_same_load_on_the_same_budget(cases):
 
 def test_requests_take_turns_a_token_each(cases):
     assert cases["turns"]["order"] == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_prompt_that_there_is_no_room_to_take_in_ends_its_own_request_alone(cases):
+    seen = cases["no room for the prompt"]
+    assert seen["error"] is None
+    assert seen["ended"] == {0: "length", 1: "out_of_memory", 2: "length"}
+    assert seen["tokens"] == {0: 30, 1: 0, 2: 30}
+    assert seen["held_bytes"] < MIB
+
+
+def test_an_engine_speaks_within_a_round_where_its_steps_are_slow(cases):
+    """With an interval of nought every step is slow: three requests of four chunks and two more tokens each."""
+    rounds = cases["told at once"]["rounds"]
+    assert len(rounds) >= 3 * 6
+    assert max(map(len, rounds)) == 1
 
 
 def test_a_failure_that_is_no_refusal_ends_the_engine_with_its_reason(cases):

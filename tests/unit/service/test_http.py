@@ -1,7 +1,9 @@
 """The HTTP front against a real server: OpenAI's client, good and bad input, and clients that go or dawdle."""
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import time
 
@@ -13,6 +15,7 @@ from kvlab.cache import CachePolicy
 from kvlab.service.launch import running
 from kvlab.service.load import ask as streamed
 from kvlab.service.load import client_of, short_then_long
+from kvlab.service.monitoring.clients import Stream
 
 TENANTS = """
 anonymous: {kv_share: 0.7, queue: 40}
@@ -27,7 +30,7 @@ def service(tiny_model, tmp_path_factory):
     tenants = tmp_path_factory.mktemp("service") / "tenants.yml"
     tenants.write_text(TENANTS)
     options = ["--model", str(tiny_model), "--budget", "24MiB", "--max-total-tokens", "128", "--tenants", str(tenants)]
-    limits = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--max-connections", "60"]
+    limits = ["--header-timeout-s", "1", "--body-timeout-s", "1", "--send-timeout-s", "2", "--max-connections", "60"]
     with running(*options, *limits, "--max-request-tokens", "4000") as service:
         yield service
 
@@ -204,8 +207,6 @@ def test_a_body_beyond_the_limit_is_a_413_whether_declared_or_not(service):
 
 def socket_safe():
     """A server that answers and closes while the client still sends may reset the connection first."""
-    import contextlib
-
     return contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError)
 
 
@@ -326,6 +327,38 @@ def test_a_body_that_does_not_come_is_a_408(service):
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
 
 
+def rest(connection: socket.socket) -> bytes:
+    """What still comes, until the connection ends or nothing more comes."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError, TimeoutError):
+        while part := connection.recv(65_536):
+            received += part
+    return received
+
+
+def test_a_client_that_does_not_read_loses_its_connection_and_one_that_reads_slowly_does_not(service):
+    """Answers of some twenty megabytes, far more than the kernel takes: the server has to wait for the reader."""
+    host, port = service.url.removeprefix("http://").split(":")
+    answers = 3_000
+    with socket.socket() as deaf, socket.socket() as slow:
+        for connection in (deaf, slow):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(10)
+            connection.connect((host, int(port)))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * answers)
+            assert connection.recv(1)
+        both, give_up_s = _descriptors(service), time.monotonic() + 60
+        while _descriptors(service) >= both and time.monotonic() < give_up_s:
+            assert slow.recv(65_536)
+            time.sleep(0.01)
+        assert slow.recv(65_536)
+        assert rest(deaf).count(b"HTTP/1.1 200 ") < answers
+
+
+def _descriptors(service) -> int:
+    return len(os.listdir(f"/proc/{service.pid}/fd"))
+
+
 def test_what_is_no_http_is_a_400_in_json(service):
     answer = raw(service, b"\x16\x03\x01 hello\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -376,3 +409,16 @@ def test_every_series_is_there_with_a_text_that_explains_it(service):
         assert any(line.startswith(f"# HELP {name} ") and len(line) > 60 for line in text.splitlines()), name
     assert 'inference_requests_total{outcome="engine_lost",tenant="keyed"} 0.0' in text
     assert "_created" not in text
+
+
+def test_a_client_that_hangs_up_in_a_thread_is_cancelled_with_what_it_had_seen(service, tiny_model):
+    before = service.metrics()
+    client = Stream(service.url, str(tiny_model), [65] * 16, 3_000, "anonymous")
+    assert client.begun.wait(60)
+    assert client.outcome is None
+    client.hang_up()
+    client.join(60)
+    assert client.outcome == "hung up"
+    assert 0 < len(client.view.pieces_s) < 3_000
+    assert counted(before, settled(service), "cancelled", "anonymous") == 1
+    assert service.metrics()["kv_cache_reserved_tokens{tenant=anonymous}"] == 0

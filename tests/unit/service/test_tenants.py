@@ -10,6 +10,12 @@ chat: {key: sk-chat-secret, kv_share: 0.25}
 batch: {kv_share: 0.5}
 """
 
+LEVELS = "abcdefghijklmnopqrst"  # each ten times the one before
+BOMB = "\n".join(
+    f"{name}: &{name} [{', '.join([f'*{before}' if before else '1'] * 10)}]"
+    for before, name in zip(["", *LEVELS], LEVELS, strict=False)
+)
+
 
 @pytest.fixture
 def tenants(tmp_path):
@@ -78,6 +84,17 @@ def test_a_key_shows_in_no_representation(tenants):
         ("a: 2001-99-99", "YAML"),
         ("a: !!int x", "YAML"),
         ("a: {kv_tokens: 5, quota: 3}", "quota"),
+        ("a: {kv_tokens: 5}\na: {kv_tokens: 6}", "a is there more than once"),
+        ("a: {kv_tokens: 5, kv_tokens: 6}", "kv_tokens is there more than once"),
+        ("a: {kv_tokens: 5, key: short-but-long}\nb: {kv_tokens: 5, key: short-but-long}", "a and b have the same key"),
+        ("a: {kv_tokens: 5, key: shörtshört}", "visible ASCII"),
+        ("a: {kv_tokens: 5, key: short short}", "visible ASCII"),
+        ("a: {kv_tokens: 0}", "kv_tokens"),
+        ("a: {kv_share: 0}", "kv_share"),
+        ("a: {kv_share: .nan}", "kv_share"),
+        ("a: {kv_tokens: 5, queue: -1}", "queue"),
+        ("a: &a {kv_tokens: 5, more: *a}", "YAML|more"),
+        (BOMB, "mapping|name|valid"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason_and_without_its_keys(tmp_path, text, reason):
@@ -86,3 +103,15 @@ def test_a_wrong_file_is_refused_with_the_reason_and_without_its_keys(tmp_path, 
     with pytest.raises(TenantsError, match=reason) as refused:
         Tenants.read(path)
     assert "short" not in str(refused.value)
+
+
+def test_an_alias_shares_what_tenants_have_in_common(tmp_path):
+    path = tmp_path / "tenants.yml"
+    path.write_text("a: &usual {kv_share: 0.25, queue: 3}\nb: *usual\nc: {<<: *usual, queue: 5}\n")
+    queues = {name: quota.queue_places for name, quota in Tenants.read(path).quotas(100).items()}
+    assert queues == {"a": 3, "b": 3, "c": 5}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(TenantsError, match=r"none\.yml: No such file"):
+        Tenants.read(tmp_path / "none.yml")

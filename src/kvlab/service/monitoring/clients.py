@@ -2,63 +2,39 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import threading
-import time
 
-import httpx
+from kvlab.service.load import View, ask, client_of
 
 
 class Stream(threading.Thread):
-    """One client: asks for ``max_tokens`` after the token ids of ``prompt``, and reads until the end or until it goes.
+    """One client in a thread of its own: asks for ``max_tokens`` after ``prompt``, and reads to the end or hangs up.
 
-    ``outcome`` is None while it runs, then ``completed``, ``hung up``, ``connection lost`` or the refusal's code.
+    ``begun`` is set at its first piece of text, or when there will be none. ``view`` is what it saw, None while it
+    runs.
     """
 
     def __init__(self, address: str, model: str, prompt: list[int], max_tokens: int, tenant: str | None = None):
         super().__init__(daemon=True)
-        self.address = address
-        self.body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        self.headers = {"X-Tenant": tenant} if tenant else {}
-        self.tokens = 0
-        self.outcome: str | None = None
-        self.ended_s: float | None = None
-        self._hung_up = threading.Event()
-        self.asked_s = time.time()
+        self.address, self.tenant = address, tenant
+        self.fields = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        self.view: View | None = None
+        self.begun, self._gone = threading.Event(), threading.Event()
         self.start()
 
-    def run(self) -> None:
-        try:
-            self.outcome = self._read()
-        except httpx.HTTPError:
-            self.outcome = "connection lost"
-        self.ended_s = time.time()
+    @property
+    def outcome(self) -> str | None:
+        """As in ``View``, None while it runs."""
+        return self.view and self.view.outcome
 
     def hang_up(self) -> None:
-        """Go away with the next token."""
-        self._hung_up.set()
+        """Go away with the next piece of text."""
+        self._gone.set()
 
-    def _read(self) -> str:
-        url = f"{self.address}/v1/completions"
-        with httpx.stream("POST", url, json=self.body, headers=self.headers, timeout=None) as answer:
-            if answer.status_code != 200:
-                return json.loads(answer.read())["error"]["code"]
-            for line in answer.iter_lines():
-                if self._hung_up.is_set():
-                    return "hung up"
-                if "error" in (event := _event(line)):
-                    return event["error"]["code"]
-                self.tokens += bool(event)
-        return "completed"
+    def run(self) -> None:
+        self.view = asyncio.run(self._ask())
 
-
-def _event(line: str) -> dict:
-    text = line.removeprefix("data: ")
-    return json.loads(text) if text.startswith("{") else {}
+    async def _ask(self) -> View:
+        async with client_of(self.address, self.tenant) as client:
+            return await ask(client, "stream", self.begun, gone=self._gone, **self.fields)

@@ -1,0 +1,185 @@
+"""An engine that hangs is noticed as one that dies is, and a signal is answered in order at every moment."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvlab.service.launch import ServiceProcess, running
+from kvlab.service.load import ask, client_of
+
+TIMEOUT_S = 5
+HUGE = [7] * 30_000  # 120 KB on their way to the engine: a few of them fill its socket
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model):
+    return ["--model", str(tiny_model), "--policy", "growing", "--budget", "24MiB", "--no-admission"]
+
+
+@pytest.fixture(scope="module")
+def service(options):
+    with running(*options, "--engine-timeout-s", str(TIMEOUT_S)) as service:
+        yield service
+
+
+@pytest.fixture
+def ready(service):
+    service.wait_until_ready()
+    return service
+
+
+def until(true, timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline_s, "it never came true"
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whether or not its parent has taken note."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    return True
+
+
+async def streams_while(service, model: str, action, prompts, clients: int = 3):
+    """What clients saw that were reading when the action happened, and of more that asked afterwards."""
+    async with client_of(service.url) as client:
+        begun = [asyncio.Event() for _ in range(clients)]
+        fields = {"model": model, "max_tokens": 4_000}
+        tasks = [asyncio.create_task(ask(client, "before", event, prompt="x", **fields)) for event in begun]
+        await asyncio.gather(*(event.wait() for event in begun))
+        action()
+        tasks += [
+            asyncio.create_task(ask(client, "after", prompt=prompt, **fields | {"max_tokens": 5})) for prompt in prompts
+        ]
+        answers = []
+        while not all(task.done() for task in tasks):
+            answers.append(await asyncio.to_thread(httpx.get, f"{service.url}/readyz", timeout=TIMEOUT_S / 2))
+            await asyncio.sleep(0.2)
+        return await asyncio.gather(*tasks), [answer.status_code for answer in answers]
+
+
+def test_an_engine_that_hangs_is_killed_and_its_clients_are_told(ready, tiny_model):
+    engine, restarts = ready.engine_pid, ready.metrics()["engine_restarts_total"]
+    views, readiness = asyncio.run(
+        streams_while(ready, str(tiny_model), lambda: os.kill(engine, signal.SIGSTOP), [HUGE] * 6)
+    )
+    assert [view.outcome for view in views] == ["engine_lost"] * 9
+    assert [view.status for view in views if view.name == "after"] == [503] * 6
+    assert readiness[0] == 200
+    assert "has said nothing for" in ready.log()
+    ready.wait_until_ready()
+    assert ready.metrics()["engine_restarts_total"] == restarts + 1
+    assert is_gone(engine)
+    body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 3}
+    assert httpx.post(f"{ready.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_an_engine_that_hangs_with_nothing_to_do_is_noticed_too(ready):
+    engine = ready.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    until(lambda: not ready.is_ready())
+    ready.wait_until_ready()
+    assert ready.engine_pid != engine
+
+
+def test_an_idle_engine_is_left_alone_and_a_front_that_was_stopped_blames_nobody(ready):
+    engine = ready.engine_pid
+    time.sleep(TIMEOUT_S + 2)
+    ready.process.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_S + 2)
+    ready.process.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert ready.is_ready()
+    assert ready.engine_pid == engine
+
+
+def test_restarts_wait_longer_the_shorter_the_engines_live(ready):
+    for _ in range(2):
+        ready.wait_until_ready()
+        engine, killed_s = ready.engine_pid, time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        until(lambda killed=engine: ready.engine_pid != killed)
+    assert time.monotonic() - killed_s >= 1
+
+
+def test_an_engine_killed_while_it_loads_is_followed_by_another(options):
+    service = ServiceProcess(*options)
+    try:
+        service.read_address()
+        os.kill(engine := service.engine_pid, signal.SIGKILL)
+        until(lambda: service.engine_pid != engine)
+        service.wait_until_ready()
+        assert service.metrics()["engine_restarts_total"] == 1
+        assert service.end() == 0
+    finally:
+        service.close()
+
+
+def test_a_front_out_of_descriptors_starts_an_engine_when_it_has_some_again(options):
+    with running(*options) as service:
+        engine = service.engine_pid
+        _, hard = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+        in_use = max(int(name) for name in os.listdir(f"/proc/{service.pid}/fd")) + 1
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (in_use, hard))
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: "no new engine can be started" in service.log())
+        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (hard, hard))
+        service.wait_until_ready()
+        assert service.engine_pid != engine
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM] * 3], ids=str)
+def test_a_signal_that_comes_with_the_address_ends_the_service_in_order(options, numbers):
+    service = ServiceProcess(*options)
+    try:
+        service.read_address()
+        engine = int(subprocess.check_output(["pgrep", "-P", str(service.pid)]))
+        for number in numbers:
+            service.process.send_signal(number)
+        assert service.process.wait(60) == 0, service.log()
+        assert "Traceback" not in service.log()
+        until(lambda: is_gone(engine))
+    finally:
+        service.close()
+
+
+def seen_by_a_reader(service, model: str, signals: list[tuple[int, signal.Signals]]) -> str:
+    """How the stream of a client ended that was reading when processes were sent signals."""
+
+    async def read() -> str:
+        async with client_of(service.url) as client:
+            begun, fields = asyncio.Event(), {"model": model, "prompt": "x", "max_tokens": 4_000}
+            task = asyncio.create_task(ask(client, "reads", begun, **fields))
+            await begun.wait()
+            for pid, number in signals:
+                os.kill(pid, number)
+                await asyncio.sleep(0.2)
+            return (await task).outcome
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("case", ["the engine hangs", "the engine dies", "a second ctrl-c"])
+def test_a_signal_under_load_ends_the_service_in_order(options, tiny_model, case):
+    grace_s = "0.5" if case == "the engine hangs" else "60"
+    with running(*options, "--grace-s", grace_s) as service:
+        front, engine = service.pid, service.engine_pid
+        signals, outcome = {
+            "the engine hangs": ([(engine, signal.SIGSTOP), (front, signal.SIGTERM)], "shutting_down"),
+            "a second ctrl-c": ([(front, signal.SIGINT), (front, signal.SIGINT)], "shutting_down"),
+            "the engine dies": ([(front, signal.SIGTERM), (engine, signal.SIGKILL)], "engine_lost"),
+        }[case]
+        assert seen_by_a_reader(service, str(tiny_model), signals) == outcome
+        assert service.process.wait(45) == 0
+        assert is_gone(engine)
+        assert "Traceback" not in service.log()
