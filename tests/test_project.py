@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -59,6 +63,38 @@ def test_lab_is_stored_in_canonical_form_without_outputs(lab):
 
 def test_there_are_labs():
     assert len(LABS) >= 3
+
+
+@pytest.mark.parametrize(("lab", "following"), pairwise(LABS), ids=lambda path: path.stem)
+def test_a_lab_ends_with_the_way_to_the_next_one(lab, following):
+    last = nbformat.read(lab, as_version=4).cells[-1].source
+    assert f"]({following.stem})" in last
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "book").glob("*.md"))]
+YOURS = {"serve", "model", "inputs"}  # what a reader's own program has already
+
+
+def names_nobody_made(page: str) -> set[str]:
+    """Names that the Python on a page reads and neither makes nor imports, all its blocks taken together."""
+    blocks = re.findall(r"^```(?:python|\{code-block\} py)\n(.*?)^```", page, re.M | re.S)
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    made |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ExceptHandler) and node.name}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    made |= {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    return {node.id for node in names} - made - YOURS - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_code_to_paste_brings_what_it_uses(page):
+    assert names_nobody_made(page.read_text(encoding="utf-8")) == set()
+
+
+def test_a_name_that_is_not_imported_is_found():
+    text = "```{code-block} py\nfrom torch.cuda import memory\n\nmemory.x(torch.OutOfMemoryError)\n```\n"
+    assert names_nobody_made(text) == {"torch"}
 
 
 def run(*command: str) -> subprocess.CompletedProcess:

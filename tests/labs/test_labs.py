@@ -89,8 +89,8 @@ SMALL = [
     argument
     for setting in (
         "budget_mib=16",
-        "prompt_tokens=256",
-        "chunk_tokens=128",
+        "prompt_tokens=192",
+        "chunk_tokens=96",
         "max_total_tokens=128",
         "bench_tokens=[32, 64]",
     )

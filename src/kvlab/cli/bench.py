@@ -19,7 +19,10 @@ def bench_the_cache(
     profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
     as_json: Json = False,
 ) -> None:
-    """What each cache costs per token, beside its peers: medians, ratios, bytes, and how far each is from the floor."""
+    """What each cache costs per token, beside its peers.
+
+    Medians, ratios, bytes, and how far each is from the floor.
+    """
     from kvlab.bench.cache import bench_cache, render
 
     _show(bench_cache(_known(profile), device), render, as_json)
@@ -31,7 +34,10 @@ def bench_the_service(
     profile: Annotated[str, typer.Option(help="quick or full (a soak of 20 minutes).")] = "quick",
     as_json: Json = False,
 ) -> None:
-    """What the service loses in the incident and with a window, its overhead, a soak, and two kills."""
+    """What the service loses, and what it costs.
+
+    The incident and a window, the overhead over generate, a soak, and two kills.
+    """
     from kvlab.bench.service import bench_service, render
 
     _show(bench_service(_known(profile), device), render, as_json)
@@ -42,7 +48,10 @@ def bench_the_allocator(
     profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
     as_json: Json = False,
 ) -> None:
-    """How many calls a second the model of the caching allocator takes, and what it holds for a block in use."""
+    """How fast the model of the caching allocator is.
+
+    Calls a second, and what it holds for a block in use.
+    """
     from kvlab.bench.allocator import bench_allocator, render
 
     _show(bench_allocator(_known(profile)), render, as_json)

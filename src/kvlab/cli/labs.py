@@ -21,12 +21,15 @@ def labs(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     profile: Annotated[str, typer.Option(help="quick or full.")] = "quick",
     fresh: Annotated[bool, typer.Option("--fresh", help="Run even if nothing has changed.")] = False,
-    parameter: Annotated[list[str] | None, typer.Option("-p", help="A parameter of the lab: NAME=VALUE.")] = None,
+    parameter: Annotated[list[str] | None, typer.Option("-p", help="A lab's NAME=VALUE; may be repeated.")] = None,
     stage: Annotated[Path | None, typer.Option(help="Folder the book renders the runs from.")] = None,
     record: Annotated[bool, typer.Option("--record", help="Keep green runs under book/recordings.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the labs through papermill, one kernel at a time, and judge them by their evidence."""
+    """Run the labs and judge them by their evidence.
+
+    They go through papermill, one kernel at a time; the runs lie in _runs, DEVICE/PROFILE/LAB.
+    """
     from kvlab.lab.runner import find_lab, lab_names, run_labs
 
     chosen = sorted({find_lab(name) for name in lab}) if lab else lab_names()
@@ -79,7 +82,10 @@ def _lab_line(result: Any) -> str:
 
 @app.command()
 def claims(as_json: Json = False) -> None:
-    """The ledger: every claim of the article, its lab and the verdict on record."""
+    """The ledger of the article's claims.
+
+    Each with its lab and the verdict on record.
+    """
     from kvlab.lab.claims import load_claims
 
     ledger = load_claims()

@@ -17,7 +17,10 @@ def fetch(
     model: Annotated[str, typer.Argument(help="Name of a bundled model.")] = "smollm2-135m",
     force: Annotated[bool, typer.Option("--force", help="Fetch and convert again.")] = False,
 ) -> None:
-    """Download a model once, check its SHA-256 and convert it; print its folder."""
+    """Download a model, once, and print its folder.
+
+    Its SHA-256 is checked, and its weights are converted.
+    """
     from kvlab.model import fetch_model
 
     print(fetch_model(model, force=force))

@@ -20,7 +20,10 @@ def monitoring(
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there with other content.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write what watches `kvlab serve`: Prometheus' configuration, rules, alerts, and a Grafana dashboard."""
+    """Write what watches `kvlab serve` into a folder.
+
+    Prometheus' configuration, recording rules and alerts, and a Grafana dashboard.
+    """
     from kvlab.service.monitoring import write_monitoring
 
     paths = write_monitoring(folder, overwrite=force, target=target, runbook=runbook, speed_up=speed_up)
