@@ -16,6 +16,8 @@ from kvlab.cli.base import app
 from kvlab.errors import KvlabError
 from kvlab.printable import printable
 
+INTERRUPTED = 128 + signal.SIGINT
+
 
 def main() -> None:
     """Run the command line: exit 0 on success, 1 when a lab or a claim is red, 2 on bad input, in one line."""
@@ -25,6 +27,8 @@ def main() -> None:
     try:
         status = app(sys.argv[1:] or ["--help"], standalone_mode=False) or 0
         sys.stdout.flush()
+        if status == INTERRUPTED:  # typer's answer to KeyboardInterrupt
+            raise KeyboardInterrupt
         sys.exit(status)
     except (KvlabError, TyperException) as error:
         _refuse(error.format_message() if hasattr(error, "format_message") else str(error))
@@ -39,7 +43,7 @@ def main() -> None:
         _refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
     except (KeyboardInterrupt, typer.Abort):
         print("kvlab: stopped", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +37,7 @@ def labs(
 
     chosen = sorted({find_lab(name) for name in lab}) if lab else lab_names()
     console = Console(stderr=as_json)
-    with console.status("starting") as status:
+    with console.status("starting") as status, _ended_in_order_by_sigterm():
         results = run_labs(
             chosen,
             device=device,
@@ -60,6 +63,16 @@ def labs(
                 console.print(f"kept {keep(result, repository() / 'book' / 'recordings')}", highlight=False)
     if red:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _ended_in_order_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C: the kernel and what it started end with the run."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:

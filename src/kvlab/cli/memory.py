@@ -27,7 +27,10 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Type of weights and cache.")] = "float16",
     as_json: Json = False,
 ) -> None:
-    """Will it fit: weights, KV cache and logits by arithmetic, against what a card has to give."""
+    """Will it fit: arithmetic against what a card has to give.
+
+    The terms are weights, KV cache, logits and scores; each is named.
+    """
     from kvlab.device import named_gpu, parse_bytes
     from kvlab.memory.footprint import plan as make_plan
     from kvlab.model import load_config
@@ -54,7 +57,10 @@ def diagnose(
     file: Annotated[str, typer.Argument(help="A log or message; - reads standard input.")],
     as_json: Json = False,
 ) -> None:
-    """Read the memory failures in a log of any engine: which, how many bytes, why, and what to do next."""
+    """Read the memory failures in a log of any engine.
+
+    Which they are, how many bytes, why, and what to do next.
+    """
     from kvlab.memory import oom
 
     try:
@@ -77,7 +83,10 @@ def snapshot(
     figure: Annotated[Path | None, typer.Option(help="Draw the address map into this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a snapshot of anyone's making: what is in use and by whom, what is free and in how large pieces."""
+    """Measure a memory snapshot, of anyone's making.
+
+    What is in use and by whom, what is free and in how large pieces.
+    """
     from kvlab.memory.snapshot import read_snapshot, summarise
 
     read = read_snapshot(file)
@@ -145,7 +154,10 @@ def replay(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Replay a recorded run on the model of the allocator: does it agree, and would another card have held it?"""
+    """Replay a recorded run on the model of the allocator.
+
+    Does it agree, and would another card have held the run?
+    """
     from kvlab.device import parse_bytes
     from kvlab.memory.replay import replay as replay_snapshot
 

@@ -39,7 +39,10 @@ def nsys(
     figure: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Read an export of Nsight Systems: kernels, CUDA calls and which failed, NVTX ranges, peak of memory."""
+    """Read an export of Nsight Systems.
+
+    Kernels, CUDA calls and which failed, NVTX ranges, peak of memory.
+    """
     from kvlab.profiling.nsys import summarise_export
 
     summary = summarise_export(file)
@@ -65,7 +68,10 @@ def nsys_run(
     nsys: Annotated[Path | None, typer.Option(help="Path of nsys, if it is not on PATH.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a program under Nsight Systems and export the report; ends with the program's own exit status."""
+    """Run a program under Nsight Systems; export the report.
+
+    Ends with the program's own exit status.
+    """
     from kvlab.profiling.nsys import Nsys, run_profiled
 
     found = Nsys.find(nsys)

@@ -45,7 +45,10 @@ def serve(
         str, typer.Option(help="A refused allocation: free (end one request), keep (and leak), exit (lose all).")
     ] = "free",
 ) -> None:
-    """Serve completions over HTTP, the model in a child process under a byte budget; SIGTERM ends it in order."""
+    """Serve completions over HTTP, under a byte budget.
+
+    The model is in a child process, which the budget holds. SIGTERM ends the service in order.
+    """
     from kvlab.device import parse_bytes
     from kvlab.service.process import EngineProcess
     from kvlab.service.settings import EngineSettings, FrontSettings

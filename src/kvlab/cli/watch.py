@@ -44,7 +44,9 @@ def watch(
     out: Annotated[Path | None, typer.Option(help="Also write the samples into this file, as JSON lines.")] = None,
     json_lines: Annotated[bool, typer.Option("--json-lines", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Watch memory while something runs: of the cards, or of a process where there is no card.
+    """Watch memory while something runs.
+
+    That of the cards, or of a process where there is no card.
 
     Ctrl-C, SIGTERM, SIGHUP, --duration and the end of the process end it in order, with status 0; the loss of every
     card with 1.

@@ -22,6 +22,7 @@ from typing import Any
 
 import nbformat
 import papermill
+from filelock import FileLock, Timeout
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
@@ -243,6 +244,15 @@ def judge_folder(lab: str, folder: Path, *, reused: bool = False, seconds: float
 
 def _execute(plan: _Plan) -> LabResult:
     """Run the notebook beside the last result and put it in its place only if it is green."""
+    plan.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(plan.folder.with_name(plan.lab + ".lock"), blocking=False):
+            return _execute_alone(plan)
+    except Timeout:
+        raise KvlabError(f"{plan.lab} is being run by another process in this checkout: wait for it") from None
+
+
+def _execute_alone(plan: _Plan) -> LabResult:
     partial = plan.folder.with_name(plan.lab + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -260,7 +270,8 @@ def _papermill(plan: _Plan, folder: Path) -> str:
     """Execute the notebook; the empty string, or why it did not go through, in one line."""
     with _environment(_KERNEL_ENVIRONMENT | {RUN_DIR_VARIABLE: str(folder)}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.getLogger("papermill").setLevel(logging.ERROR)
+        for name in ("papermill", "traitlets", "asyncio"):  # what went wrong is returned; a log would say it again
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
             papermill.execute_notebook(
                 str(provenance.lab_path(plan.lab)),
@@ -268,7 +279,7 @@ def _papermill(plan: _Plan, folder: Path) -> str:
                 parameters=plan.parameters,
                 kernel_name=KERNEL,
                 language="python",
-                extra_arguments=["--log-level=ERROR"],
+                extra_arguments=["--log-level=CRITICAL"],  # what a cell does comes as a message, not in the log
                 cwd=str(provenance.repository()),
                 progress_bar=False,
                 log_output=False,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 from checkout import OPEN, PARAMETERS, RECORD
+from filelock import FileLock
 
 from kvlab.errors import KvlabError
 from kvlab.lab import runner
@@ -41,6 +45,30 @@ def test_an_unexpected_verdict_is_red_and_leaves_the_last_green_run_in_its_place
     assert "tiny-1 came out 'does not hold'" in result.reason
     assert result.folder.name == "01-tiny.failed"
     assert (green.folder / "run.json").is_file()
+
+
+def test_a_lab_that_another_process_is_running_is_left_to_it(checkout):
+    done = run_tiny()
+    with FileLock(done.folder.with_name("01-tiny.lock")), pytest.raises(KvlabError, match="by another process"):
+        run_tiny(fresh=True)
+    assert run_tiny().reused
+    assert run_tiny(fresh=True).status == "green"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_its_kernel_and_all_in_one_line(checkout, number):
+    wait = "import os, pathlib, time; pathlib.Path('kernel').write_text(f'{os.getpid()} '); time.sleep(600)"
+    checkout.write_lab([OPEN, wait, RECORD, "close_lab();"])
+    command = [sys.executable, "-m", "kvlab.cli", "labs", "--device=cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while not (checkout.root / "kernel").exists() or not (pid := (checkout.root / "kernel").read_text()):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.send_signal(number)
+        assert running.communicate(timeout=60)[1] == "kvlab: stopped\n"
+    assert running.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 def test_a_notebook_without_a_kernelspec_runs_on_this_interpreter(checkout):
