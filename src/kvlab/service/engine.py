@@ -119,9 +119,6 @@ class Engine:
             log.warning("request %d: %s: %s", request_id, ended.reason, ended.message)
         if sequence := self.in_flight.pop(request_id, None):
             self.evicted_before += sequence.evicted_tokens
-        if ended.reason == "out_of_memory":
-            del sequence
-            gc.collect()  # an exception's frames may refer to one another, and with them to what they held
         self._ended.append(ended)
 
     def _status(self, *, force: bool) -> Status | None:
