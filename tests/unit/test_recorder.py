@@ -588,6 +588,28 @@ def test_tasks_of_one_loop_share_a_recorder_and_only_the_one_without_memory_is_k
     assert flight._recorders == []
 
 
+def test_what_a_thread_was_handling_is_not_taken_for_the_failure_of_its_block_though_another_began_later(tmp_path):
+    recorder = kvlab.flight_recorder(tmp_path)
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def first():
+        try:
+            raise MemoryError("before the block")
+        except MemoryError:
+            with contextlib.suppress(ValueError), recorder:
+                first_is_in.set()
+                second_is_in.wait(60)
+                raise ValueError("of the block")  # noqa: B904 (its context is the point)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait(60)
+    with recorder:
+        second_is_in.set()
+        thread.join()
+    assert not folders(tmp_path)
+
+
 def test_a_failing_thread_does_not_wait_for_ever_for_one_that_waits_for_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(flight, "HANGS_S", 0.2)
     cache, asked = threading.Lock(), threading.Event()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -59,8 +60,7 @@ class FlightRecorder:
         self._caught: Failure | None = None
         self._complained = False
         self._is_writing = False
-        self._blocks: list[BaseException | None] = []
-        """What was being handled when each of the open blocks began."""
+        self._open_blocks = 0
         self._renew_locks()
 
     def _renew_locks(self) -> None:
@@ -69,9 +69,10 @@ class FlightRecorder:
 
     def __enter__(self) -> "FlightRecorder":
         with self._begins_or_ends:
-            self._blocks.append(sys.exception())
+            self._open_blocks += 1
+            _handled.set((*_handled.get(), id(sys.exception())))
             try:
-                if len(self._blocks) == 1:
+                if self._open_blocks == 1:
                     self._attempt(self._make_folder, self._set_room_aside, self._start_sampling, self._observe)
             except BaseException:  # Ctrl-C, for one
                 self._end_block()
@@ -81,14 +82,15 @@ class FlightRecorder:
     def __exit__(self, _: Any, error: BaseException | None, __: TracebackType | None) -> None:
         try:
             if error is not None:
-                self._attempt(self._give_room_back, partial(self._look_at, error))
+                self._attempt(self._give_room_back, partial(self._look_at, error, _handled.get()[-1:]))
         finally:
             with self._begins_or_ends:
                 self._end_block()
 
     def _end_block(self) -> None:
-        self._blocks.pop()
-        if not self._blocks:
+        _handled.set(_handled.get()[:-1])
+        self._open_blocks -= 1
+        if not self._open_blocks:
             self._attempt(self._stop_observing, self._stop_sampling, self._give_room_back)
 
     def _attempt(self, *actions: Callable[[], None]) -> None:
@@ -152,9 +154,9 @@ class FlightRecorder:
                 self._caught.keep_state(self._sampler, self._kv_bytes, told)
                 self._finish(self._caught)
 
-    def _look_at(self, error: BaseException) -> None:
+    def _look_at(self, error: BaseException, handled_before: tuple[int, ...]) -> None:
         """Keep the failure that leaves the block, if it came of too little memory."""
-        parts = list(chain(error, self._blocks[-1]))
+        parts = list(chain(error, handled_before))
         shortage = next(filter(is_out_of_memory, parts), None)
         if shortage is None:
             return
@@ -207,6 +209,10 @@ class FlightRecorder:
         except Exception:  # standard error may be closed, full or gone
             pass
 
+
+_handled: ContextVar[tuple[int, ...]] = ContextVar("handled", default=())
+"""What was being handled when each open block of this thread or task began. The id alone: an exception that is kept
+keeps what its frames hold."""
 
 _recorders: list[FlightRecorder] = []
 

@@ -1,7 +1,7 @@
 """Which part of an exception says that memory ran out, of what arose in the recorded block."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import FrameType, TracebackType
 
 from kvlab.memory.oom import diagnose
@@ -9,11 +9,11 @@ from kvlab.memory.oom import diagnose
 LONGEST = 1 << 20  # characters of a message that are read; no allocator says as much
 
 
-def chain(error: BaseException, handled_before: BaseException | None = None) -> Iterator[BaseException]:
+def chain(error: BaseException, handled_before: Container[int] = ()) -> Iterator[BaseException]:
     """The exception that leaves a block, those it came from, and those in its groups, each once.
 
     Python calls the ``__context__`` of an exception whatever was being handled when it was raised, in the block or
-    around it. What was handled around it is left out: ``handled_before`` the block began, or while a generator in
+    around it. What was handled around it is left out: ``handled_before`` (ids) the block began, or while a generator in
     which the block stands was called or closed. The latter was caught by a frame that is still running, and that no
     exception of the chain has come through.
     """
@@ -30,7 +30,7 @@ def chain(error: BaseException, handled_before: BaseException | None = None) -> 
         passed |= set(_frames(one.__traceback__))
         waiting += [] if one.__cause__ is None else [one.__cause__]
         context = None if one.__suppress_context__ else one.__context__
-        if context is not None and context is not handled_before:
+        if context is not None and id(context) not in handled_before:
             caught_by = next(_frames(context.__traceback__), None)
             waiting += [] if caught_by in running - passed else [context]
         if isinstance(one, BaseExceptionGroup):  # others may have an attribute of this name too
