@@ -63,6 +63,7 @@ class Supervisor:
         else:
             self.engine.kill()
         await asyncio.to_thread(self.engine.wait)
+        await asyncio.to_thread(self._reader.join)  # what it has to say, it says while there is a loop to hear it
 
     def _read(self, engine: EngineProcess) -> None:
         def read() -> None:
@@ -72,7 +73,8 @@ class Supervisor:
             code = engine.end()
             self._loop.call_soon_threadsafe(self._ended, code)
 
-        threading.Thread(target=read, name="engine-reader", daemon=True).start()
+        self._reader = threading.Thread(target=read, name="engine-reader", daemon=True)
+        self._reader.start()
 
     def _take(self, kind: str, content: object) -> None:
         match kind, content:

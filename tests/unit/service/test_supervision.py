@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import pytest
 
 from kvlab.service.launch import ServiceProcess, running
 from kvlab.service.load import ask, client_of
+from kvlab.service.process import EngineProcess
+from kvlab.service.settings import EngineSettings
+from kvlab.service.supervisor import Supervisor
 
 TIMEOUT_S = 5
 HUGE = [7] * 30_000  # 120 KB on their way to the engine: a few of them fill its socket
@@ -183,3 +187,42 @@ def test_a_signal_under_load_ends_the_service_in_order(options, tiny_model, case
         assert service.process.wait(45) == 0
         assert is_gone(engine)
         assert "Traceback" not in service.log()
+
+
+class Listening:
+    """Hears when the engine is ready; nothing else is said to it."""
+
+    def __init__(self):
+        self.ready = asyncio.Event()
+
+    def engine_ready(self, _) -> None:
+        self.ready.set()
+
+    def engine_said(self, _) -> None:
+        """A word every second."""
+
+
+class LateReader(EngineProcess):
+    """Whoever reads its words learns of its end half a second after the process has ended, as on a busy machine."""
+
+    def end(self) -> int:
+        code = super().end()
+        time.sleep(0.5)
+        return code
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["while it loads", "when it serves"])
+def test_nothing_of_an_engine_is_left_when_the_loop_closes(tiny_model, loaded):
+    """An engine's reader that speaks to a closed loop dies of it; pytest makes that an error."""
+    settings = EngineSettings(model=str(tiny_model), budget_bytes=2**24, max_total_tokens=64)
+
+    async def live() -> None:
+        supervisor = Supervisor(settings, TIMEOUT_S, LateReader(settings))
+        listener = Listening()
+        supervisor.start(listener)
+        if loaded:
+            await listener.ready.wait()
+        await supervisor.stop()
+
+    asyncio.run(live())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("engine-reader")]
