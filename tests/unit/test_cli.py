@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_gpu_memory_subtracts_nothing_and_a_named_gpu_does(capsys):
     named = run_in_process(capsys, "plan", *CASE, "--gpu", "rtx3090-24g")
     assert given["usable_bytes"] == 24 * 2**30
     assert named["usable_bytes"] < given["usable_bytes"]
+
+
+def test_the_version_names_what_can_change_a_result():
+    packages = ("kvlab", "torch", "transformers")
+    done = kvlab("--version")
+    assert done.stdout.split() == [word for name in packages for word in (name, metadata.version(name))]
+    assert done.returncode == 0
 
 
 def test_diagnose_reads_standard_input():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -17,6 +18,21 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(" ".join(f"{name} {metadata.version(name)}" for name in ("kvlab", "torch", "transformers")))
+        raise typer.Exit
+
+
+@app.callback()
+def kvlab(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    pass  # its options have said everything
 
 
 def wide_console() -> Console:
