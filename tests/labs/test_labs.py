@@ -14,7 +14,7 @@ import pytest
 from kvlab.lab import provenance
 from kvlab.lab.claims import judge, load_claims
 from kvlab.lab.run import Run
-from kvlab.lab.runner import find_lab, lab_names, run_labs
+from kvlab.lab.runner import lab_names, run_labs
 
 pytestmark = pytest.mark.lab
 
@@ -44,9 +44,10 @@ from transformers import DynamicCache as _DynamicCache
 
 class SlidingWindowCache(_DynamicCache):
     def __init__(self, model, policy, **_):
-        super().__init__(config=model.config)
+        super().__init__(config=getattr(model, "config", model))
 
     tokens_evicted = 0
+    tokens_held = property(lambda self: self.get_seq_length())
 
     @property
     def nbytes(self):
@@ -55,19 +56,18 @@ class SlidingWindowCache(_DynamicCache):
 
 # The same for the policy: the window it was given is not the one it uses.
 WINDOW_IGNORED = """
-CachePolicy.window = property(lambda self: 8 * self.max_total_tokens)
+CachePolicy.window = property(lambda self: 2 * self.max_total_tokens)
 """
 
 MUTATIONS = {
-    "nothing": ("cache/__init__.py", "", 0),
-    "eviction switched off": ("cache/__init__.py", EVICTION_OFF, 1),
-    "the window ignored": ("cache/policy.py", WINDOW_IGNORED, 1),
+    "eviction switched off": ("cache/__init__.py", EVICTION_OFF),
+    "the window ignored": ("cache/policy.py", WINDOW_IGNORED),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_fix_lab_is_green_as_it_is_and_red_with(mutation, tmp_path):
-    file, addition, exit_code = MUTATIONS[mutation]
+def test_the_fix_lab_green_as_it_is_finds_that_the_fix_does_not_hold_with(mutation, tmp_path):
+    file, addition = MUTATIONS[mutation]
     root = provenance.repository()
     for folder in ("labs", "src"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -76,26 +76,11 @@ def test_the_fix_lab_is_green_as_it_is_and_red_with(mutation, tmp_path):
     with (tmp_path / "src" / "kvlab" / file).open("a") as source:
         source.write(addition)
 
-    lab = find_lab("08")
-    done = run_kvlab(tmp_path, "labs", "--lab", lab, "--device", "cpu", "--json", *SMALL)
-    assert done.returncode == exit_code, done.stdout + done.stderr
+    done = run_kvlab(tmp_path, "labs", "--lab", "08", "--device", "cpu", "--json")
+    assert done.returncode == 1, done.stderr
     (result,) = json.loads(done.stdout)["labs"]
-    assert result["status"] == ("red" if exit_code else "green"), result
-    assert "fix-1" in [claim["id"] for claim in result["claims"]] or exit_code
-
-
-# The lab in small: the budget a growing cache leaves after some 350 tokens, and a window well inside it.
-SMALL = [
-    argument
-    for setting in (
-        "budget_mib=16",
-        "prompt_tokens=192",
-        "chunk_tokens=96",
-        "max_total_tokens=128",
-        "bench_tokens=[32, 64]",
-    )
-    for argument in ("-p", setting)
-]
+    assert result["status"] == "red"
+    assert {claim["id"]: claim["verdict"] for claim in result["claims"]}["fix-1"] == "does not hold", result
 
 
 def run_kvlab(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
