@@ -1,4 +1,4 @@
-"""What all tests share: the repository's root, quiet libraries, signals that arrive, and the same examples every time."""
+"""What all tests share: the root, quiet libraries, signals that arrive, and the same examples every time."""
 
 from __future__ import annotations
 
