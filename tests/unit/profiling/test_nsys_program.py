@@ -109,18 +109,12 @@ while True:
 """
 
 
+KVLAB = "from kvlab import cli; from kvlab.profiling.nsys import relay; relay.ENDS_S = 1; cli.main()"
+
+
 def profiled(nsys, folder, answers="ends", under=()) -> Running:
     """``kvlab nsys-run`` on a program that waits."""
-    command = [
-        *under,
-        sys.executable,
-        "-m",
-        "kvlab.cli",
-        "nsys-run",
-        f"--nsys={nsys}",
-        f"--output={folder / 'run'}",
-        "--",
-    ]
+    command = [*under, sys.executable, "-c", KVLAB, "nsys-run", f"--nsys={nsys}", f"--output={folder / 'run'}", "--"]
     return Running([*command, *waiting(folder, answers)], folder, env=os.environ | {"TMPDIR": str(folder)})
 
 
