@@ -382,16 +382,19 @@ def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_inte
     assert hung.value.returncode == 5
 
 
+STEERS_RICH = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+
+
 class OnTerminal:
     """``kvlab watch`` on a terminal of its own."""
 
-    def __init__(self, *arguments: str, **options):
+    def __init__(self, *arguments: str, **environment: str):
         self.terminal, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=60", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=side, stdout=side, stderr=side, start_new_session=True, **options
-        )
+        env = {name: value for name, value in os.environ.items() if name not in STEERS_RICH}
+        env |= {"TERM": "xterm", "PYTHONUTF8": "1"} | environment
+        self.process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, start_new_session=True, env=env)
         os.close(side)
         self.shown = b""
 
@@ -443,6 +446,16 @@ def test_a_terminal_of_any_size_will_do():
             watching.show(b"\x1b[1A", times=3)  # three times up again, to draw anew
         watching.process.terminate()
         assert watching.end()[0] == 0
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TTY_INTERACTIVE": "0"}, {"TTY_COMPATIBLE": "0"}])
+def test_a_terminal_that_cannot_redraw_gets_lines(environment):
+    with OnTerminal("--interval=0.02", **environment) as watching:
+        watching.show(b" s  ", times=3)
+        watching.process.terminate()
+        status, shown = watching.end()
+    assert status == 0
+    assert "\x1b" not in shown
 
 
 def test_a_terminal_that_is_closed_ends_it_in_order(tmp_path):
