@@ -13,6 +13,12 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# What a terminal, a CI or a developer has set for output: under FORCE_COLOR, for one, no line is as a test expects it.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
+for name in ("PYTHONWARNINGS", "PYTHONDEVMODE"):  # pytest has them; what tests start is to say nothing
+    os.environ.pop(name, None)
+
 # A suite in the background, or under nohup, would hand ignored signals down to what its tests start and then signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -382,9 +382,6 @@ def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_inte
     assert hung.value.returncode == 5
 
 
-STEERS_RICH = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
-
-
 class OnTerminal:
     """``kvlab watch`` on a terminal of its own."""
 
@@ -392,8 +389,7 @@ class OnTerminal:
         self.terminal, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=60", *arguments]
-        env = {name: value for name, value in os.environ.items() if name not in STEERS_RICH}
-        env |= {"TERM": "xterm", "PYTHONUTF8": "1"} | environment
+        env = os.environ | {"TERM": "xterm", "PYTHONUTF8": "1"} | environment
         self.process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, start_new_session=True, env=env)
         os.close(side)
         self.shown = b""
