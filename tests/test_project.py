@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from hypothesis import settings
 from packaging.requirements import Requirement
 
 from kvlab.lab.canonical import canonical
@@ -137,3 +138,8 @@ def test_code_on_the_page_is_no_wider_than_the_page():
         str(Path(sys.executable).with_name("ruff")), "format", "--check", "--isolated", "--line-length", "88", "labs"
     )
     assert done.returncode == 0, done.stdout + "\nrun: ruff format --isolated --line-length 88 labs"
+
+
+def test_no_example_of_a_property_is_late_or_new_to_this_run(request):
+    assert settings.default.deadline is None
+    assert settings.default.derandomize or request.config.getoption("--hypothesis-profile")

@@ -4,7 +4,6 @@ On cpu the work runs in a child process under ``RLIMIT_DATA``, where the kernel 
 on cuda it runs in this process under ``torch.cuda.set_per_process_memory_fraction``.
 """
 
-import contextlib
 import gc
 import os
 import pickle
@@ -282,11 +281,14 @@ def _start_child(payload: bytes, budget_bytes: int, log: BinaryIO) -> tuple[subp
 
 
 def _receive(receiver: Connection, records: _Records, deadline_s: float) -> None:
-    """Take records as they come until the child closes its end, which it also does by dying."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        while receiver.poll(max(0.0, deadline_s - time.monotonic())):
-            records.take(*pickle.loads(receiver.recv_bytes()))
-        raise TimeoutError
+    """Take records as they come until the child closes its end, which it also does by dying, perhaps within one."""
+    while (left_s := deadline_s - time.monotonic()) > 0 and receiver.poll(left_s):
+        try:
+            record = receiver.recv_bytes()
+        except (EOFError, OSError):
+            return
+        records.take(*pickle.loads(record))
+    raise TimeoutError
 
 
 def _outcome_of_child(records: _Records, exit_code: int, log: str) -> Outcome:

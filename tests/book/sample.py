@@ -147,7 +147,7 @@ def build(root: Path, output: Path) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("jupyter-book")), "build", ".", "--toc", "book/_toc.yml"]
     command += ["--path-output", str(output), "-W", "-n", "--keep-going"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1800, check=False)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pages import pages_in_toc
 from sample import ROOT
-from visit import MODES, OTHER_WIDTHS, Visit, visit
+from visit import MODES, OTHER_WIDTHS, Visit, new_page, visit
 
 pytestmark = pytest.mark.book
 
@@ -37,14 +37,14 @@ def test_the_theme_follows_the_reader(seen):
 
 
 def test_formulas_can_be_heard(browser, server):
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(f"{server}book/plan.html")
     page.wait_for_selector("mjx-container mjx-assistive-mml", state="attached")
     page.close()
 
 
 def test_search_finds_fragmentation(browser, server):
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(f"{server}search.html?q=fragmentation")
     page.wait_for_selector("#search-results a[href*='03-contributing-factors.html']")
     page.close()

@@ -38,15 +38,15 @@ _OPEN_EVERYTHING = """() => {
 }"""
 _SETTLED = "() => window.MathJax?.startup?.promise"
 _PAINTED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-_STILL = """() => Promise.race([
-  Promise.allSettled(document.getAnimations().map(animation => animation.finished)),
-  new Promise(done => setTimeout(done, 2000))])"""
+_STILL = """() => document.getAnimations().every(
+  each => each.playState !== "running" || each.effect?.getComputedTiming().endTime === Infinity)"""
 """A cell that is still fading in has too little contrast for an instant."""
 _REACHABLE = """() => [...document.querySelectorAll(
     "pre, .output, .pst-scrollable-table-container, mjx-container[display]")].every(
   region => region.scrollWidth <= region.clientWidth || region.tabIndex >= 0)"""
-_PATIENCE_MS = 5000
-"""The theme makes scrolling regions reachable by keyboard some time after loading and resizing, not at once."""
+_PATIENCE_MS = 120_000
+"""The theme makes scrolling regions reachable by keyboard some time after loading and resizing, not at once; and a busy
+machine takes its time for everything."""
 
 
 @dataclass
@@ -89,8 +89,9 @@ def open_browser() -> Iterator[Browser]:
     if chromium is None:
         pytest.skip("no chromium on the path: apt-get install chromium")
     quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    quiet += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # at once, whatever the network does
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=quiet)
+        browser = playwright.chromium.launch(executable_path=chromium, args=quiet, timeout=_PATIENCE_MS)
         yield browser
         browser.close()
 
@@ -98,8 +99,7 @@ def open_browser() -> Iterator[Browser]:
 def visit(browser: Browser, server: Server, path: str) -> Visit:
     """Load ``path`` once and look at it in every mode with everything unfolded."""
     seen = Visit()
-    context = browser.new_context(color_scheme="light", reduced_motion="reduce")
-    page = context.new_page()
+    page = new_page(browser, color_scheme="light", reduced_motion="reduce")
     page.on("request", lambda request: _note_remote(seen, request.url, server))
     page.on("console", lambda message: message.type == "error" and seen.errors.append(message.text))
     page.on("pageerror", lambda error: seen.errors.append(str(error)))
@@ -112,17 +112,24 @@ def visit(browser: Browser, server: Server, path: str) -> Visit:
         page.set_viewport_size({"width": width, "height": 800})
         page.evaluate(_PAINTED)
         seen.other_widths.append(page.evaluate("document.documentElement.scrollWidth"))
-    context.close()
+    page.context.close()
     return seen
+
+
+def new_page(browser: Browser, **options: str) -> Page:
+    """A page of its own context, which is as patient as everything here."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(_PATIENCE_MS)
+    return page
 
 
 def _look(page: Page, mode: str, seen: Visit) -> None:
     page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
     page.set_viewport_size({"width": MODES[mode], "height": 800})
     page.evaluate(_PAINTED)
-    page.evaluate(_STILL)
+    page.wait_for_function(_STILL)
     with suppress(TimeoutError):  # axe will say which region it is
-        page.wait_for_function(_REACHABLE, timeout=_PATIENCE_MS)
+        page.wait_for_function(_REACHABLE)
     seen.theme[mode] = page.evaluate("document.documentElement.dataset.theme")
     seen.width[mode] = page.evaluate("document.documentElement.scrollWidth")
     seen.violations[mode] = Axe().run(page, options=_AXE | _RULES[mode]).response["violations"]

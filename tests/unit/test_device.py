@@ -114,11 +114,15 @@ def test_process_memory_is_found_behind_hundreds_of_groups():
 
 def test_process_memory_sees_a_large_tensor_come_and_go():
     size_bytes = 64 * MIB  # beyond any mmap threshold that glibc adapts to
-    before = process_memory("cpu")
-    tensor = torch.ones(size_bytes, dtype=torch.uint8)
-    during = process_memory("cpu")
-    del tensor
-    after = process_memory("cpu")
-    assert during["data_bytes"] - before["data_bytes"] == page_rounded_bytes(size_bytes)
-    assert during["rss_anon_bytes"] - before["rss_anon_bytes"] >= size_bytes
-    assert after["data_bytes"] == before["data_bytes"]
+
+    def come_and_go():
+        before = process_memory("cpu")
+        tensor = torch.ones(size_bytes, dtype=torch.uint8)
+        during = process_memory("cpu")
+        del tensor
+        after = process_memory("cpu")
+        assert during["rss_anon_bytes"] - before["rss_anon_bytes"] > 0.9 * size_bytes  # the kernel counts in batches
+        return during["data_bytes"] - before["data_bytes"], after["data_bytes"] - before["data_bytes"]
+
+    # The first may start PyTorch's threads, any may need a new arena for Python's objects.
+    assert (page_rounded_bytes(size_bytes), 0) in [come_and_go() for _ in range(5)]

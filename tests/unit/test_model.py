@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -287,9 +286,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(index, tmp_path, monkeypatc
 
 
 FETCH = """
-import sys
+import time
 from kvlab import bundled
 bundled.CONFIG, bundled.GGUF_BYTES, bundled.GGUF_SHA256 = {CONFIG!r}, {GGUF_BYTES!r}, {GGUF_SHA256!r}
+save_file = bundled.save_file
+
+def save_and_wait(*arguments, **options):
+    save_file(*arguments, **options)
+    print("half way", flush=True)
+    time.sleep(600)
+
+bundled.save_file = save_and_wait
 bundled.fetch_model()
 """
 
@@ -297,12 +304,11 @@ bundled.fetch_model()
 def test_a_fetch_killed_half_way_is_never_taken_for_whole_and_the_next_one_clears_it(index, monkeypatch):
     src = str(Path(bundled.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [src, os.environ.get("PYTHONPATH")])))
-    killed = subprocess.Popen([sys.executable, "-c", FETCH.format(**vars(bundled))])
-    while not list(model_dir().parent.glob(".smollm2-135m.partial-*/converted/model.safetensors")):
-        assert killed.poll() is None
-        time.sleep(0.001)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
+    with subprocess.Popen([sys.executable, "-c", FETCH.format(**vars(bundled))], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout.readline() == b"half way\n"
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    assert list(model_dir().parent.glob(".smollm2-135m.partial-*/converted/model.safetensors"))
     assert [name.startswith(".smollm2-135m.partial-") for name in left_behind()] == [True]
     with pytest.raises(ModelNotFetched, match="run `kvlab model fetch`"):
         load_model("smollm2-135m")
@@ -354,7 +360,12 @@ def test_a_folder_that_lacks_any_file_is_not_whole(index, name):
 
 
 def test_a_cache_directory_can_be_shared(index):
-    assert all(file.stat().st_mode & 0o044 == 0o044 for file in fetch_model().iterdir())
+    former = os.umask(0o022)
+    try:
+        folder = fetch_model()
+    finally:
+        os.umask(former)
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir())
 
 
 # Any other model, by name, folder or shape.

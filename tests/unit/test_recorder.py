@@ -37,6 +37,14 @@ def fail_in(recorder, work=ask_too_much, error=RuntimeError) -> BaseException:
     return caught.value
 
 
+def see(recorder, samples: int) -> None:
+    """Wait until its sampler has taken so many."""
+    stop_s = time.monotonic() + 60
+    while recorder._sampler.taken < samples:
+        assert time.monotonic() < stop_s
+        time.sleep(0.01)
+
+
 def folders(place: Path) -> list[Path]:
     return sorted(place.iterdir())
 
@@ -49,7 +57,7 @@ def evidence(tmp_path):
 
     def work():
         recorder.mark("<prefill>")
-        time.sleep(0.25)
+        see(recorder, 2)
         ask_too_much()
 
     fail_in(recorder, work)
@@ -732,14 +740,14 @@ def fill(meter, place, room_bytes):
 
     flight.ROOM_BYTES = room_bytes
     held = []
-    with kvlab.flight_recorder(place):
+    with kvlab.flight_recorder(place) as recorder:
         meter.arm()
         for size in (8 * MIB, MIB, 128 * 1024, 4096):
             try:
                 while True:
                     held.append(torch.empty(size, dtype=torch.uint8))
                     if size == 8 * MIB:
-                        time.sleep(0.12)
+                        see(recorder, len(held))
             except RuntimeError:
                 pass
         held.append(torch.empty(MIB, dtype=torch.uint8))
@@ -771,9 +779,8 @@ def test_without_room_set_aside_some_of_it_is_lost_and_the_page_says_so(tmp_path
 def test_recording_costs_a_small_share_of_a_core(tmp_path):
     recorder = kvlab.flight_recorder(tmp_path)
     with recorder:
-        time.sleep(2)
-    assert 5 <= recorder._sampler.taken <= 21
-    assert 0 < recorder.cpu_s < 0.02 * 2
+        see(recorder, 8)
+    assert 0 < recorder.cpu_s < 0.02 * flight.INTERVAL_S * recorder._sampler.taken
 
 
 def told_by_pytorch(tried_bytes: int = 500 * MIB) -> None:

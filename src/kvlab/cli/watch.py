@@ -60,7 +60,7 @@ def watch(
             raise KvlabError(f"a duration of {duration:g} s is no length of time: pass seconds above 0")
         sources = sources_here(gpus=gpu, pid=pid)
         is_terminal = sys.stdout.isatty()
-        views = [_JsonLines() if json_lines else _Screen() if is_terminal else _Lines()]
+        views = [_JsonLines() if json_lines else _Screen() if is_terminal and _redraws() else _Lines()]
         try:
             views += [_SampleFile(out)] if out else []
             with ExitStack() as ends:
@@ -114,8 +114,14 @@ def _notify(message: str) -> None:
         print(f"kvlab watch: {printable(message)}", file=sys.stderr, flush=True)
 
 
+def _redraws() -> bool:
+    """Whether the terminal goes up again to draw anew; on others, as that of Emacs, Live is silent until its end."""
+    console = Console()
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal
+
+
 class _Lines:
-    """A line of text a sample, for a pipe."""
+    """A line of text a sample, for a pipe and for a terminal that cannot redraw."""
 
     def begin(self, interval_s: float, sources: Sources) -> None:
         for line in sources.describe():

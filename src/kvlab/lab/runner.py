@@ -38,6 +38,9 @@ from kvlab.model import load_config, load_tokenizer
 KERNEL = "python3"
 PROFILES = ("quick", "full")
 CELL_TIMEOUT_S = {"quick": 600, "full": 7200}
+OUTPUT_TIMEOUT_S = 120
+"""How long a kernel may take to say that a cell's output is complete, after its reply; nbclient's 4 s are less than a
+busy machine takes, and running out of them counts as the timeout of the cell."""
 _KERNEL_ENVIRONMENT = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -285,6 +288,7 @@ def _papermill(plan: _Plan, folder: Path) -> str:
                 log_output=False,
                 start_timeout=120,
                 execution_timeout=CELL_TIMEOUT_S[plan.parameters["profile"]],
+                iopub_timeout=OUTPUT_TIMEOUT_S,
             )
         except PapermillExecutionError as error:
             return f"cell {error.exec_count} raised {error.ename}: {error.evalue}".splitlines()[0]
@@ -292,6 +296,8 @@ def _papermill(plan: _Plan, folder: Path) -> str:
             return f"a cell ran longer than {CELL_TIMEOUT_S[plan.parameters['profile']]} s"
         except DeadKernelError:
             return "the kernel died (on Linux often the kernel's OOM killer)"
+        except RuntimeError as error:  # jupyter_client's, for one that dies or stays silent before the first cell
+            return f"the kernel did not start: {error}".splitlines()[0]
     return _unexecuted(folder / "executed.ipynb")
 
 

@@ -100,8 +100,14 @@ def test_turning_leaves_the_dimensions_beyond_the_rotation_alone(interleaved, di
 def test_16_bit_keys_are_rounded_once():
     rotation, keys = Rotation((0.7, 0.1)), torch.randn(50, 4).bfloat16()
     angles = torch.arange(50)[:, None] * rotation.frequencies("cpu")
-    in_fp32 = rotation.turned(keys.float(), angles.cos(), angles.sin())
-    assert torch.equal(rotation.turned(keys, angles.cos(), angles.sin()), in_fp32.bfloat16())
+    cos, sin = angles.cos(), angles.sin()
+    exact = rotation.turned(keys.double(), cos.double(), sin.double())
+
+    def beyond_one_rounding(turned):
+        return float(((turned.double() - exact).abs() - exact.abs() / 256).max())  # half a step of bfloat16
+
+    assert beyond_one_rounding(rotation.turned(keys, cos, sin)) < 1e-7
+    assert beyond_one_rounding(rotation.turned(keys, cos.bfloat16(), sin.bfloat16())) > 1e-4  # rounded before, too
 
 
 def rope_of(kind: str, **more) -> LlamaConfig:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from checkout import OPEN, PARAMETERS, RECORD
@@ -105,6 +107,34 @@ def test_a_killed_kernel_is_red_though_papermill_marks_its_cell_completed(checko
     assert "kernel died" in result.reason
 
 
+LATE = """
+import time
+kernel = get_ipython().kernel
+send = kernel.session.send
+
+def reply_then_pause(stream, kind, *arguments, **options):
+    sent = send(stream, kind, *arguments, **options)
+    if kind == "execute_reply":
+        kernel.session.send = send
+        kernel.iopub_thread.schedule(lambda: time.sleep(5))
+    return sent
+
+kernel.session.send = reply_then_pause
+"""
+
+
+def test_a_kernel_that_is_slow_to_say_that_it_has_finished_is_waited_for(checkout):
+    checkout.write_lab([OPEN, LATE, RECORD, "close_lab();"])
+    assert run_tiny().reason == ""
+
+
+def test_a_kernel_that_does_not_start_is_red(checkout, tmp_path, monkeypatch):
+    name_kernel([sys.executable, "-c", "raise SystemExit(1)"], tmp_path, monkeypatch)
+    result = run_tiny()
+    assert result.status == "red"
+    assert "the kernel did not start: Kernel died before replying" in result.reason
+
+
 def test_a_cell_that_runs_too_long_is_red(checkout, monkeypatch):
     monkeypatch.setitem(runner.CELL_TIMEOUT_S, "quick", 2)
     checkout.write_lab([OPEN, RECORD, "import time; time.sleep(60)", "close_lab();"])
@@ -130,11 +160,16 @@ def test_a_file_that_is_no_notebook_is_refused_in_one_line(checkout, text):
         run_tiny()
 
 
-def test_a_kernel_of_another_interpreter_is_refused(checkout, tmp_path, monkeypatch):
-    spec = tmp_path / "jupyter" / "kernels" / "python3"
+def name_kernel(command: list[str], folder: Path, monkeypatch) -> None:
+    """Let ``python3`` be another kernel."""
+    spec = folder / "jupyter" / "kernels" / "python3"
     spec.mkdir(parents=True)
-    (spec / "kernel.json").write_text('{"argv": ["/bin/sh", "-m", "ipykernel_launcher"], "display_name": "other"}')
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    (spec / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "other"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder / "jupyter"))
+
+
+def test_a_kernel_of_another_interpreter_is_refused(checkout, tmp_path, monkeypatch):
+    name_kernel(["/bin/sh", "-m", "ipykernel_launcher"], tmp_path, monkeypatch)
     with pytest.raises(KvlabError, match="the python3 kernel is /bin/sh"):
         run_tiny()
 

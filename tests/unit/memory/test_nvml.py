@@ -16,6 +16,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_a_process_that_has_the_number_of_one_that_ended_has_a_name_of_its_own(l
         if len(seen) == 3:
             break
     watching.terminate()
-    watching.communicate(timeout=30)
+    watching.communicate(timeout=60)
     assert seen == [["program 0"], [], ["program 1"]]
 
 
@@ -174,12 +175,18 @@ def test_a_card_divided_by_mig_is_sampled_by_its_instances(watch):
     assert watch("--gpu=0", MIG=1)[0] == 2
 
 
-def test_a_gpu_lost_in_mid_run_is_dropped_with_one_line_and_the_others_go_on(watch):
-    code, entries, err = watch("--duration=0.3", GPUS=2, LOSES=0)
-    samples = [entry for entry in entries if entry["kind"] == "sample"]
-    assert [card["card"] for card in samples[0]["cards"]] == ["0", "1"]
-    assert [card["card"] for card in samples[-1]["cards"]] == ["1"]
-    assert (code, err.count("\n")) == (0, 1)
+def test_a_gpu_lost_in_mid_run_is_dropped_with_one_line_and_the_others_go_on(library):
+    told = {"FAKE_NVML_GPUS": "2", "FAKE_NVML_LOSES": "0", "LD_LIBRARY_PATH": str(library["v2"])}
+    watching = start("--interval=0.02", env=os.environ | told)
+    entries = []
+    while not entries or entries[-1]["kind"] != "notice":
+        entries.append(json.loads(watching.stdout.readline()))
+    entries.append(json.loads(watching.stdout.readline()))
+    watching.terminate()
+    err = watching.communicate(timeout=60)[1]
+    assert [card["card"] for card in entries[1]["cards"]] == ["0", "1"]
+    assert [card["card"] for card in entries[-1]["cards"]] == ["1"]
+    assert (watching.returncode, err.count("\n")) == (0, 1)
     assert said(entries) == [err.removeprefix("kvlab watch: ").strip()]
     assert "GPU 0 is no longer sampled: the GPU is lost" in err
 
@@ -302,9 +309,9 @@ def test_bad_input_is_refused_in_one_line(watch_here, arguments, words):
     assert words in lines[0]
 
 
-def start(*arguments: str, **options) -> subprocess.Popen:
-    command = [sys.executable, "-m", "kvlab.cli", "watch", "--json-lines", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def start(*arguments: str, under: tuple[str, ...] = (), **options) -> subprocess.Popen:
+    command = [*under, sys.executable, "-m", "kvlab.cli", "watch", "--json-lines", *arguments]
+    return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, **options)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -313,7 +320,7 @@ def test_a_signal_ends_it_in_order_with_every_line_whole(number, tmp_path):
     watching = start("--interval=1", f"--out={kept}")
     lines = [watching.stdout.readline(), watching.stdout.readline()]
     watching.send_signal(number)
-    rest, err = watching.communicate(timeout=30)
+    rest, err = watching.communicate(timeout=60)
     assert watching.returncode == 0
     assert "Traceback" not in err
     assert all(json.loads(line) for line in lines + rest.splitlines())
@@ -333,12 +340,12 @@ for number in range(400):
 """
 
 
-def interrupt_waits(timeout_s: float, **names: str) -> None:
-    subprocess.run([sys.executable, "-c", INTERRUPTED_WAITS.format(**names)], timeout=timeout_s, check=True)
+def interrupt_waits(first: str = "", **names: str) -> None:
+    subprocess.run([sys.executable, "-c", first + INTERRUPTED_WAITS.format(**names)], timeout=60, check=True)
 
 
 def test_a_signal_may_stop_it_at_any_moment_of_its_wait():
-    interrupt_waits(60, stop="StopRequest()", make="make", is_made="is_made")
+    interrupt_waits(stop="StopRequest()", make="make", is_made="is_made")
 
 
 def test_a_stop_is_not_slept_through():
@@ -351,21 +358,39 @@ def test_a_stop_is_not_slept_through():
     assert time.monotonic() - before_s < 30
 
 
+LOOKS_AT_ITS_MAIN_THREAD = """
+import os, sys, threading, time
+
+def look():
+    looks = 0
+    while looks < 20:  # one after another at which it is in a set that interrupted a wait
+        time.sleep(0.01)
+        frame, names = sys._current_frames()[threading.main_thread().ident], []
+        while frame:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        looks = looks + 1 if "set" in names and "wait" in names[names.index("set"):] else 0
+    os._exit(5)
+
+threading.Thread(target=look, daemon=True).start()
+"""
+
+
 def test_control_an_event_set_by_a_signal_waits_for_the_lock_of_the_wait_it_interrupted():
-    with pytest.raises(subprocess.TimeoutExpired):
-        interrupt_waits(8, stop="threading.Event()", make="set", is_made="is_set()")
+    with pytest.raises(subprocess.CalledProcessError) as hung:
+        interrupt_waits(LOOKS_AT_ITS_MAIN_THREAD, stop="threading.Event()", make="set", is_made="is_set()")
+    assert hung.value.returncode == 5
 
 
 class OnTerminal:
     """``kvlab watch`` on a terminal of its own."""
 
-    def __init__(self, *arguments: str, **options):
+    def __init__(self, *arguments: str, **environment: str):
         self.terminal, side = pty.openpty()
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=60", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=side, stdout=side, stderr=side, start_new_session=True, **options
-        )
+        env = os.environ | {"TERM": "xterm", "PYTHONUTF8": "1"} | environment
+        self.process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, start_new_session=True, env=env)
         os.close(side)
         self.shown = b""
 
@@ -419,6 +444,16 @@ def test_a_terminal_of_any_size_will_do():
         assert watching.end()[0] == 0
 
 
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TTY_INTERACTIVE": "0"}, {"TTY_COMPATIBLE": "0"}])
+def test_a_terminal_that_cannot_redraw_gets_lines(environment):
+    with OnTerminal("--interval=0.02", **environment) as watching:
+        watching.show(b" s  ", times=3)
+        watching.process.terminate()
+        status, shown = watching.end()
+    assert status == 0
+    assert "\x1b" not in shown
+
+
 def test_a_terminal_that_is_closed_ends_it_in_order(tmp_path):
     kept = tmp_path / "samples.jsonl"
     with OnTerminal(f"--out={kept}") as watching:
@@ -437,19 +472,30 @@ def test_a_full_disk_is_one_line_with_the_name_of_the_file_on_a_terminal_that_ca
 
 
 def test_a_full_standard_error_does_not_end_it():
-    command = [sys.executable, "-m", "kvlab.cli", "watch", "--duration=0.5", "--interval=0.02"]
+    command = [sys.executable, "-m", "kvlab.cli", "watch", "--interval=0.02"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
-    assert done.stdout.count(" s  ") >= 2
+        watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    samples = 0
+    while samples < 2:
+        line = watching.stdout.readline()
+        assert line
+        samples += " s  " in line
+    watching.terminate()
+    watching.communicate(timeout=60)
+    assert watching.returncode == 0
+
+
+PATIENT = "from kvlab import cli; cli.watch._SAME_SIGNAL_S = 600; cli.main()"
 
 
 def test_one_signal_sent_twice_is_one_signal(tmp_path):
     kept = tmp_path / "samples.jsonl"
-    watching = start("--interval=1", f"--out={kept}", start_new_session=True)
+    command = [sys.executable, "-c", PATIENT, "watch", "--json-lines", "--interval=1", f"--out={kept}"]
+    watching = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
     lines = [watching.stdout.readline(), watching.stdout.readline()]
     for send in (os.kill, os.killpg):  # as timeout(1) does
         send(watching.pid, signal.SIGTERM)
-    rest, err = watching.communicate(timeout=30)
+    rest, err = watching.communicate(timeout=60)
     assert watching.returncode in (0, -signal.SIGTERM), err  # the latter: it met one that was already at its end
     assert "Traceback" not in err
     assert "stopped" not in err
@@ -457,13 +503,13 @@ def test_one_signal_sent_twice_is_one_signal(tmp_path):
 
 
 def test_a_signal_that_is_ignored_stays_so():
-    watching = start("--interval=0.02", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    watching = start("--interval=0.02", under=("sh", "-c", 'trap "" HUP; exec "$@"', "sh"))  # as nohup does
     watching.stdout.readline()
     watching.send_signal(signal.SIGHUP)
     for _ in range(5):
         assert watching.stdout.readline()
     watching.terminate()
-    watching.communicate(timeout=30)
+    watching.communicate(timeout=60)
     assert watching.returncode == 0
 
 
@@ -476,7 +522,7 @@ def test_moments_at_which_it_was_stopped_are_left_out():
     watching.send_signal(signal.SIGCONT)
     times += [json.loads(watching.stdout.readline()).get("t_s") for _ in range(30)]
     watching.terminate()
-    watching.communicate(timeout=30)
+    watching.communicate(timeout=60)
     times = [t_s for t_s in times if t_s is not None]
     assert max(b - a for a, b in pairwise(times)) > 0.4
     assert times[-1] > 0.02 * (len(times) - 2) + 0.4
@@ -487,23 +533,31 @@ def test_a_reader_that_goes_away_ends_it_in_order():
     watching.stdout.readline()
     watching.stdout.close()
     err = watching.stderr.read()
-    assert watching.wait(timeout=30) == 0
+    assert watching.wait(timeout=60) == 0
     watching.stderr.close()
     assert "Traceback" not in err
     assert "Broken" not in err
 
 
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="the cards of this machine stay")
 def test_the_end_of_the_watched_process_ends_it():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as watched:
         watching = start("--interval=0.02", f"--pid={watched.pid}")
         lines = [watching.stdout.readline() for _ in range(3)]
         watched.communicate(b"\n")
-        rest, err = watching.communicate(timeout=30)
+        rest, err = watching.communicate(timeout=60)
     assert json.loads(lines[1])["process"]["pid"] == watched.pid
     assert "has ended" in err
-    if not shutil.which("nvidia-smi"):
-        assert watching.returncode == 0
-        assert "has ended" in json.loads(rest.splitlines()[-1])["message"]
+    assert watching.returncode == 0
+    assert "has ended" in json.loads(rest.splitlines()[-1])["message"]
+
+
+def see(sampler: Sampler, samples: int = 3) -> None:
+    """Wait until it has taken more samples, the first of which may have begun before."""
+    stop_s, taken = time.monotonic() + 60, sampler.taken + samples
+    while sampler.taken < taken:
+        assert time.monotonic() < stop_s
+        time.sleep(0.01)
 
 
 def hold(size: int) -> bytearray:
@@ -513,15 +567,15 @@ def hold(size: int) -> bytearray:
 def test_memory_that_comes_and_goes_is_seen_and_the_kernels_peak_stays():
     source = Sources(process=ProcessSource())
     with Sampler(source, interval_s=0.02) as sampler:
-        time.sleep(0.1)
+        see(sampler)
         held = hold(64 * MIB)
-        time.sleep(0.3)
+        see(sampler)
         del held
-        time.sleep(0.3)
+        see(sampler)
     resident = [sample.process.resident_bytes for sample in sampler.samples]
     assert max(resident) - resident[0] > 60 * MIB
     assert max(resident) - resident[-1] > 60 * MIB
-    assert sampler.samples[-1].process.peak_resident_bytes > max(resident) - MIB  # the kernel counts in batches
+    assert sampler.samples[-1].process.peak_resident_bytes > max(resident) - 4 * MIB  # the kernel counts in batches
     assert 0 < sampler.cpu_s_per_sample < 0.02
 
 
@@ -540,31 +594,50 @@ def test_the_kernels_peak_can_begin_anew():
 
 def test_samples_lie_on_the_grid_and_missed_moments_are_left_out():
     with Sampler(Sources(process=ProcessSource()), interval_s=0.02) as sampler:
-        time.sleep(0.5)
+        see(sampler, 20)
     times = [sample.t_s for sample in sampler.samples]
-    assert times[0] < 0.02
-    assert 3 <= len(times) <= 27  # at most one a moment, however late the machine
+    assert all(t_s > 0.02 * place - 1e-3 for place, t_s in enumerate(times))  # at most one a moment
     assert all(b > a for a, b in pairwise(times))
 
 
 def test_only_the_last_seconds_are_kept_when_asked():
     with Sampler(Sources(process=ProcessSource()), interval_s=0.02, keep_s=0.1) as sampler:
-        time.sleep(0.5)
+        see(sampler, 12)
     assert len(sampler.samples) == 5
-    assert sampler.taken > 5
+    assert sampler.taken >= 12
     assert sampler.samples[-1].t_s > 0.2
 
 
-def test_a_file_that_can_no_longer_be_written_becomes_a_notice_and_sampling_goes_on():
-    sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path="/dev/null")
-    with sampler:
-        time.sleep(0.1)
-        sampler._writer._file.close()
-        time.sleep(0.3)
-        taken = sampler.taken
-    assert sampler.notices[0].message.startswith("the samples are no longer written")
-    assert len(sampler.notices) == 1
-    assert taken > 3
+def test_a_file_that_can_no_longer_be_written_becomes_a_notice_and_sampling_goes_on(tmp_path):
+    with piped(tmp_path) as (pipe, reader):
+        sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=pipe)
+        with sampler:
+            see(sampler)
+            os.close(reader)
+            see(sampler)
+            sampler.mark("not written")
+    assert [notice.message for notice in sampler.notices] == ["the samples are no longer written: Broken pipe"]
+    assert [mark.name for mark in sampler.marks] == ["not written"]
+
+
+@contextlib.contextmanager
+def piped(folder: Path):
+    """A pipe to write into, and its other side, which is closed in the block."""
+    os.mkfifo(folder / "pipe")
+    yield folder / "pipe", os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+
+
+def test_nothing_is_written_behind_a_line_that_was_cut(tmp_path):
+    with piped(tmp_path) as (pipe, reader):
+        writer = SampleWriter(pipe)
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            writer.write(Mark(1.0, "cut"))
+    again = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer.write(Mark(2.0, "behind it"))
+    writer.close()
+    assert os.read(again, 4096) == b""
+    os.close(again)
 
 
 FORKS = """
@@ -605,20 +678,18 @@ def test_a_forked_child_ends_at_once_and_leaves_the_file_to_its_parent(tmp_path,
 
 def test_a_file_that_hangs_does_not_hang_the_program(tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "HANGS_S", 0.2)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # and never reads
-    sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=pipe)
-    with sampler:
+    with piped(tmp_path) as (pipe, reader):  # of which nobody ever reads
+        sampler = Sampler(Sources(process=ProcessSource()), interval_s=0.02, path=pipe)
         fcntl.fcntl(sampler._writer._file.fileno(), fcntl.F_SETPIPE_SZ, 4096)
-        stop_s, held = time.monotonic() + 60, 0
-        while held < 20:  # looks one after another at which a write is under way, and the same
-            taken = sampler.taken
-            time.sleep(0.02)
-            held = held + 1 if sampler._writer._lock.locked() and sampler.taken == taken > 10 else 0
-            assert time.monotonic() < stop_s
-    assert sampler._thread.is_alive()
-    os.close(reader)  # the write ends with EPIPE, and the thread with it
+        with sampler:
+            stop_s, held = time.monotonic() + 60, 0
+            while held < 20:  # looks one after another at which a write is under way, and the same
+                taken = sampler.taken
+                time.sleep(0.02)
+                held = held + 1 if sampler._writer._lock.locked() and sampler.taken == taken > 10 else 0
+                assert time.monotonic() < stop_s
+        assert sampler._thread.is_alive()
+        os.close(reader)  # the write ends with EPIPE, and the thread with it
     sampler._thread.join(60)
     sampler.stop()
     assert sampler.notices[0].message == "the samples are no longer written: Broken pipe"

@@ -17,6 +17,7 @@ from nsys_exports import write_export
 
 from kvlab.profiling import nvtx
 from kvlab.profiling.nsys import Nsys, NsysError, run_profiled, summarise_export
+from kvlab.profiling.nsys.relay import Relay
 
 HELP_2022 = "--trace= --cuda-memory-usage= --sample= --cpuctxsw= --output="
 
@@ -108,10 +109,13 @@ while True:
 """
 
 
-def profiled(nsys, folder, answers="ends", **options) -> Running:
+KVLAB = "from kvlab import cli; from kvlab.profiling.nsys import relay; relay.ENDS_S = 1; cli.main()"
+
+
+def profiled(nsys, folder, answers="ends", under=()) -> Running:
     """``kvlab nsys-run`` on a program that waits."""
-    command = [sys.executable, "-m", "kvlab.cli", "nsys-run", f"--nsys={nsys}", f"--output={folder / 'run'}", "--"]
-    return Running([*command, *waiting(folder, answers)], folder, env=os.environ | {"TMPDIR": str(folder)}, **options)
+    command = [*under, sys.executable, "-c", KVLAB, "nsys-run", f"--nsys={nsys}", f"--output={folder / 'run'}", "--"]
+    return Running([*command, *waiting(folder, answers)], folder, env=os.environ | {"TMPDIR": str(folder)})
 
 
 def waiting(folder, answers="ends") -> list[str]:
@@ -223,8 +227,7 @@ def test_a_program_that_pays_no_heed_ends_with_the_third_signal(tmp_path, nsys):
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path, nsys):
-    ignores = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}  # as under nohup
-    with profiled(nsys, tmp_path, **ignores) as run:
+    with profiled(nsys, tmp_path, under=("sh", "-c", 'trap "" HUP; exec "$@"', "sh")) as run:  # as nohup does
         assert is_running(run.program)
         run.process.send_signal(signal.SIGHUP)
         run.process.terminate()
@@ -243,6 +246,15 @@ def test_a_signal_before_the_program_begins_ends_it_there(tmp_path):
         assert run.end()[0] == 128 + signal.SIGTERM
     assert not (tmp_path / "up").exists()
     assert (tmp_path / "run.sqlite").exists()
+
+
+def test_the_note_of_a_signal_is_never_there_without_the_signal(tmp_path):
+    with Relay(tmp_path):
+        signal.raise_signal(signal.SIGTERM)
+        with (tmp_path / "signal").open() as first:
+            signal.raise_signal(signal.SIGHUP)
+            assert first.read() == f"{signal.SIGTERM:d}"  # it was replaced, not emptied and written anew
+        assert (tmp_path / "signal").read_text() == f"{signal.SIGHUP:d}"
 
 
 def test_an_nsys_that_does_not_come_to_its_program_ends_with_the_third_signal(tmp_path):

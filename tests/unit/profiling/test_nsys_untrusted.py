@@ -102,9 +102,9 @@ def test_a_view_in_the_place_of_a_table_is_not_looked_into(tmp_path):
         f"CREATE VIEW StringIds AS {ENDLESS}",
         f"CREATE VIEW NVTX_EVENTS AS SELECT id AS start, id AS end, 59 AS eventType, value AS text FROM ({ENDLESS})",
     )
-    before_s = time.perf_counter()
+    before_s = time.process_time()
     said = summarise_export(path)
-    assert time.perf_counter() - before_s < 5
+    assert time.process_time() - before_s < 5
     assert said.nvtx == []
     assert [call.name for call in said.api] == ["0", "1", "2"]
 

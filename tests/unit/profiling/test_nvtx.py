@@ -55,10 +55,10 @@ def test_a_range_costs_next_to_nothing_where_nobody_listens(nobody_listens):
         return min(timed(run) for _ in range(repeat))
 
     def timed(run):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2_000):
             run()
-        return (time.perf_counter() - start) / 2_000
+        return (time.thread_time() - start) / 2_000
 
     def ranged():
         with nvtx.range("decode"):

@@ -37,10 +37,17 @@ class SampleWriter:
             self._file.close()
 
     def _line(self, text: str) -> None:
+        """Nothing once the file is closed, as it is after a failure: behind a line that was cut there is no other."""
         line = memoryview(f"{text}\n".encode())
         with self._lock:
-            while line:
-                line = line[self._file.write(line) :]
+            if self._file.closed:
+                return
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.close()
+                raise
 
 
 def start_line(interval_s: float, sources: list[str]) -> str:

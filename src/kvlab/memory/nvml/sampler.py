@@ -243,7 +243,5 @@ class Sampler:
             return
         try:
             self._writer.write(entry)
-        except (OSError, ValueError) as error:
-            self._writer = None
-            said = getattr(error, "strerror", None) or str(error)
-            self.notices.append(Notice(entry.t_s, f"the samples are no longer written: {said}"))
+        except OSError as error:
+            self.notices.append(Notice(entry.t_s, f"the samples are no longer written: {error.strerror}"))

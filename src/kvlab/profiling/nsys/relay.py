@@ -78,9 +78,11 @@ class Relay:
         self._received += 1
         if self._received > PATIENCE:
             number = signal.SIGKILL
-        # Written, then looked: the shell looks after it has written. So one of the two sees the other.
+        # Written, then looked: the shell looks after it has written. So one of the two sees the other. By renaming, or
+        # the shell may find it empty.
         with contextlib.suppress(OSError):
-            (self._folder / "signal").write_text(f"{number:d}")
+            (self._folder / "signal.new").write_text(f"{number:d}")
+            (self._folder / "signal.new").replace(self._folder / "signal")
         if not self._send(number) and number == signal.SIGKILL and self._nsys:
             self._nsys.kill()
 
