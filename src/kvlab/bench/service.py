@@ -150,7 +150,7 @@ async def _under_load(service: ServiceProcess, model: str, action) -> tuple[list
     """The views of streams that were in flight when the action happened, and when it did."""
     client = client_of(service.url)
     begun = [asyncio.Event() for _ in range(3)]
-    fields = {"model": model, "prompt": "x", "max_tokens": 1_000}
+    fields = {"model": model, "prompt": "x", "max_tokens": 30_000}  # no end before the action
     tasks = [asyncio.create_task(ask(client, "stream", event, **fields)) for event in begun]
     await asyncio.gather(*(event.wait() for event in begun))
     action()

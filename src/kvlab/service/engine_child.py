@@ -32,7 +32,14 @@ EXIT_DEVICE_UNUSABLE = 4
 def main(descriptor: int) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    try:
+        return _serve(Connection(descriptor))
+    except (EOFError, ConnectionError):  # the front is gone: there is nobody to tell, and nothing is wrong here
+        return 0
+
+
+def _serve(connection: Connection) -> int:
+    """Raises EOFError or ConnectionError if the front goes."""
     settings: EngineSettings = connection.recv()
     device_meter = ProcessMeter(settings.budget_bytes, connection)
     send = device_meter.send
@@ -51,6 +58,8 @@ def main(descriptor: int) -> int:
     except DeviceUnusable as error:
         log.error("the engine ends itself, as no later step could be trusted: %s", error)
         return EXIT_DEVICE_UNUSABLE
+    except ConnectionError:
+        raise
     except Exception:
         log.exception("the engine dies with %d requests in flight", len(engine.in_flight))
         return EXIT_OUT_OF_MEMORY

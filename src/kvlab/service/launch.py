@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvlab.errors import KvlabError
 
+ANSWER_TIMEOUT_S = 60.0  # a service on a busy machine takes its time
+
 
 class StartError(KvlabError):
     """The service did not come up; the message holds the end of its log."""
@@ -43,7 +45,7 @@ class ServiceProcess:
 
     @property
     def engine_pid(self) -> int:
-        return httpx.get(f"{self.url}/healthz").json()["engine_pid"]
+        return httpx.get(f"{self.url}/healthz", timeout=ANSWER_TIMEOUT_S).json()["engine_pid"]
 
     def read_address(self) -> None:
         """Until it listens, which is before it is ready; raises StartError if it ends instead."""
@@ -53,7 +55,7 @@ class ServiceProcess:
             raise StartError(f"the service ended with exit status {self.process.returncode}: {self.log()[-500:]}")
         self.url = found[0]
 
-    def wait_until_ready(self, timeout_s: float = 90.0) -> None:
+    def wait_until_ready(self, timeout_s: float = 180.0) -> None:
         """Until it serves; raises StartError if it ends instead, or takes too long."""
         deadline_s = time.monotonic() + timeout_s
         if not self.url:
@@ -73,7 +75,7 @@ class ServiceProcess:
 
     def metrics(self) -> dict[str, float]:
         """Every sample by its name, with its labels as ``name{label=value,...}``."""
-        return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=30).text)
+        return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=ANSWER_TIMEOUT_S).text)
 
     def log(self) -> str:
         descriptor = self._log.fileno()  # not through the file: its position is where the service writes

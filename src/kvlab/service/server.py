@@ -28,6 +28,8 @@ from .tenants import ANONYMOUS, UNKNOWN, Tenants
 
 log = logging.getLogger("kvlab.service")
 
+LAST_WORD_S = 5.0  # for clients to read why they were ended
+
 
 class ServiceError(KvlabError):
     """The service cannot run as configured."""
@@ -62,7 +64,7 @@ def serve(settings: EngineSettings, front: FrontSettings, engine: EngineProcess)
             access_log=False,
             server_header=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(front.grace_s) + 5,
+            timeout_graceful_shutdown=int(front.grace_s + LAST_WORD_S) + 60,
         ),
         dispatcher,
         front.grace_s,
@@ -123,5 +125,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None) -> None:
         log.info("finishing %d requests", self.dispatcher.in_flight)
         self.dispatcher.drain()
-        asyncio.get_running_loop().call_later(self.grace_s, self.dispatcher.abandon)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.grace_s, self.dispatcher.abandon)
+        loop.call_later(self.grace_s + LAST_WORD_S, self._break_off)
         await super().shutdown(sockets)
+
+    def _break_off(self) -> None:
+        """End connections of clients that do not read: uvicorn would cancel their tasks, and log each as a crash."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvlab.bench.overhead import engine_overhead
-from kvlab.bench.soak import Sample, Soak, soak, soak_checks
+from kvlab.bench.soak import Sample, Soak, counted_outcomes, soak, soak_checks
 from kvlab.service.launch import running
 from kvlab.service.tiny import save_tiny_model
 
@@ -21,7 +21,22 @@ def test_a_short_soak_holds_its_promises(model):
     assert result.seen["completed"] > 0
     resident = ("resident bytes",)  # says nothing within seconds
     checks = [check for check in soak_checks(result, 24 * MIB) if not any(word in check.promise for word in resident)]
-    assert [check for check in checks if not check.holds] == []
+    assert [f"{check.promise}: {check.measured} {check.reason}" for check in checks if not check.holds] == []
+
+
+class Late:
+    """A service that counts a request when it is asked again."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def metrics(self) -> dict[str, float]:
+        self.asked += 1
+        return {"inference_requests_total{outcome=completed,tenant=a}": min(3.0, self.asked), "engine_up": 1.0}
+
+
+def test_a_request_that_is_counted_after_its_client_has_gone_is_waited_for():
+    assert counted_outcomes(Late(), 3) == {"completed": 3}
 
 
 def flat(**changes) -> Soak:

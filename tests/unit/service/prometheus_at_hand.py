@@ -18,4 +18,4 @@ needs_prometheus = pytest.mark.skipif(
 
 def promtool(*arguments: str, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess:
     command = ["promtool", *arguments]
-    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=180)

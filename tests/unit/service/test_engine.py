@@ -174,4 +174,4 @@ listening = threading.Thread(target=_listen, args=(Full(), queue.SimpleQueue()))
 listening.start()
 listening.join()
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == EXIT_OUT_OF_MEMORY
+    assert subprocess.run([sys.executable, "-c", code], timeout=180).returncode == EXIT_OUT_OF_MEMORY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -14,13 +15,13 @@ import pytest
 import yaml
 from prometheus_at_hand import needs_prometheus
 
-from kvlab.service.monitoring import FILES, MonitoringError, monitoring_files, write_monitoring
+from kvlab.service.monitoring import FILES, MonitoringError, monitoring_files, prometheus, write_monitoring
 from kvlab.service.monitoring.prometheus import run_prometheus
 
 
 def kvlab_monitoring(*arguments: str | Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "kvlab.cli", "monitoring", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_the_command_writes_the_files_and_names_them_in_json(tmp_path):
@@ -119,6 +120,15 @@ def test_without_prometheus_a_run_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MonitoringError, match="apt-get install prometheus"), run_prometheus(tmp_path, "127.0.0.1:1"):
         pass
+
+
+@needs_prometheus
+def test_a_port_that_somebody_took_meanwhile_is_left_to_them(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = iter([taken.getsockname()[1], prometheus.free_port()])
+        monkeypatch.setattr(prometheus, "free_port", lambda: next(ports))
+        with run_prometheus(tmp_path, "127.0.0.1:1") as running:
+            assert running.query("vector(7)")[0].points[0][1] == 7
 
 
 @needs_prometheus

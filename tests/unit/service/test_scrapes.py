@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import socket
+import sys
+import threading
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_at_hand import needs_promtool, promtool
+from waiting import until
 
 from kvlab.service.monitoring import monitoring_files
 from kvlab.service.monitoring.plain import HELD_MINUTES, PlainAlerts
-from kvlab.service.monitoring.scrapes import Scrapes, held_for, increase, predict_linear
+from kvlab.service.monitoring.scrapes import Scrapes, held_for, increase, predict_linear, scraping
 
 TEXT = """\
 # TYPE asked_total counter
@@ -141,3 +145,41 @@ def test_in_plain_python_an_alert_fires_in_its_story_and_no_other_does(alert, st
 
 def test_in_plain_python_nothing_fires_for_a_service_that_is_well():
     assert scraped(lambda second: {}).alerts(0, 900) == {}
+
+
+def test_who_reads_while_a_scrape_comes_in_sees_it_whole_or_not_at_all():
+    """Read in the middle, the second of two series would end a scrape before the first, and a sum would fall."""
+    scrapes, tenants = Scrapes(), [f"tenant{number}" for number in range(20)]
+    more = "".join(f'inference_requests_total{{outcome="completed",tenant="{name}"}} 7\n' for name in tenants)
+    text = SERVICE.format(used=90, up=1, restarts=0, asked=7, refused=0) + more
+
+    def add() -> None:
+        for second in range(150):
+            scrapes.add(float(second), text)
+
+    adding, switch_s = threading.Thread(target=add), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        adding.start()
+        while adding.is_alive():
+            assert {value for _, value in scrapes.points("inference_requests_total")} <= {21 * 7.0}
+            assert PlainAlerts(scrapes).alerts(0, 900).keys() <= {"GpuMemoryHigh"}
+    finally:
+        sys.setswitchinterval(switch_s)
+        adding.join()
+
+
+def test_a_service_that_ends_within_its_answer_is_a_scrape_that_failed():
+    """pytest makes an error of a thread that dies of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n# half")
+
+        threading.Thread(target=answer).start()
+        host, port = server.getsockname()
+        with scraping(f"http://{host}:{port}", 60.0) as scrapes:
+            until(lambda: scrapes.failed_s)

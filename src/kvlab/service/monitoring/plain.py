@@ -35,7 +35,8 @@ class PlainAlerts:
         return found
 
     def _conditions(self) -> dict[str, list[tuple[float, bool]]]:
-        points = self.scrapes.points
+        scrapes = self.scrapes.so_far()
+        points = scrapes.points
         used, total, up = points("gpu_memory_used_bytes"), points("gpu_memory_total_bytes"), points("engine_up")
         room = dict(total)
 
@@ -52,7 +53,7 @@ class PlainAlerts:
         refused = {
             outcome: grew("inference_requests_total", 5, outcome=outcome) for outcome in ("never_fits", "queue_full")
         }
-        reached = [(at_s, False) for at_s, _ in up] + [(at_s, True) for at_s in self.scrapes.failed_s]
+        reached = [(at_s, False) for at_s, _ in up] + [(at_s, True) for at_s in scrapes.failed_s]
         return {
             "GpuMemoryHigh": [(at_s, value / room[at_s] > 0.85) for at_s, value in used],
             "GpuMemoryExhaustionAhead": [(at_s, line_crosses(at_s, 5) and line_crosses(at_s, 2)) for at_s, _ in used],

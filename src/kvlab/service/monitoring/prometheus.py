@@ -16,7 +16,12 @@ from urllib.request import urlopen
 
 from kvlab.service.monitoring import MonitoringError, write_monitoring
 
-READY_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 90.0
+MOST_PORTS = 3  # tried: between the look for a free one and its use, somebody else may take it
+
+
+class PortTaken(MonitoringError):
+    """Somebody else listens where Prometheus was to."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Prometheus:
         """Pending and firing alerts with their labels and annotations, as an Alertmanager would get them."""
         return self._ask("alerts")["alerts"]
 
-    def wait_for(self, expression: str, timeout_s: float = 60.0) -> list[Series]:
+    def wait_for(self, expression: str, timeout_s: float = 120.0) -> list[Series]:
         """Ask until the answer is not empty; the first scrape comes up to five seconds after the start."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := self.query(expression)):
@@ -64,7 +69,7 @@ class Prometheus:
         return found
 
     def _ask(self, what: str, **parameters: object) -> dict:
-        with urlopen(f"{self.address}/api/v1/{what}?{urlencode(parameters)}", timeout=10) as answer:
+        with urlopen(f"{self.address}/api/v1/{what}?{urlencode(parameters)}", timeout=60) as answer:
             return json.load(answer)["data"]
 
 
@@ -85,7 +90,21 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
     if not prometheus_is_installed():
         raise MonitoringError("prometheus is not installed; on Debian: apt-get install prometheus")
     write_monitoring(folder, overwrite=True, target=target, speed_up=speed_up)
-    address = f"127.0.0.1:{free_port()}"
+    for tried in range(1, MOST_PORTS + 1):
+        address = f"127.0.0.1:{free_port()}"
+        with _started(folder, address) as process:
+            try:
+                _wait_until_ready(process, f"http://{address}", folder / "prometheus.log")
+            except PortTaken:
+                if tried == MOST_PORTS:
+                    raise
+                continue
+            yield Prometheus(f"http://{address}", interval_s(speed_up))
+            return
+
+
+@contextlib.contextmanager
+def _started(folder: Path, address: str) -> Iterator[subprocess.Popen]:
     command = [
         "prometheus",
         f"--config.file={folder}/prometheus.yml",
@@ -96,8 +115,7 @@ def run_prometheus(folder: Path, target: str, *, speed_up: int = 1) -> Iterator[
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     try:
-        _wait_until_ready(process, f"http://{address}", folder / "prometheus.log")
-        yield Prometheus(f"http://{address}", interval_s(speed_up))
+        yield process
     finally:
         process.terminate()
         try:
@@ -127,4 +145,6 @@ def _wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> Non
         time.sleep(0.05)
     lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
     reasons = [line for line in lines if "level=error" in line or "panic" in line.lower()]
-    raise MonitoringError(f"prometheus did not become ready: {(reasons or lines[-1:])[0]}")
+    reason = (reasons or lines[-1:])[0]
+    kind = PortTaken if "address already in use" in reason else MonitoringError
+    raise kind(f"prometheus did not become ready: {reason}")

@@ -7,6 +7,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from http.client import HTTPException
 from itertools import pairwise
 from operator import itemgetter
 from urllib.request import urlopen
@@ -18,25 +19,39 @@ Points = list[tuple[float, float]]
 
 
 class Scrapes:
-    """What each scrape found: for each series its points."""
+    """What each scrape found: for each series its points.
+
+    One thread may add while another reads: a scrape is there whole or not at all.
+    """
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, frozenset[tuple[str, str]]], Points] = {}
+        self._lock = threading.Lock()
         self.failed_s: list[float] = []
 
     def add(self, at_s: float, text: str) -> None:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        with self._lock:
+            for sample in samples:
                 key = sample.name, frozenset(sample.labels.items())
                 self._series.setdefault(key, []).append((at_s, sample.value))
+
+    def so_far(self) -> Scrapes:
+        """A copy to which nothing is added: all series of it end with the same scrape."""
+        copy = Scrapes()
+        with self._lock:
+            copy._series = {key: points.copy() for key, points in self._series.items()}
+            copy.failed_s = self.failed_s.copy()
+        return copy
 
     def points(self, name: str, **labels: str) -> Points:
         """The series of that name with those labels; several are summed, scrape by scrape."""
         total: dict[float, float] = {}
-        for (series, with_labels), points in self._series.items():
-            if series == name and labels.items() <= dict(with_labels).items():
-                for at_s, value in points:
-                    total[at_s] = total.get(at_s, 0.0) + value
+        with self._lock:
+            for (series, with_labels), points in self._series.items():
+                if series == name and labels.items() <= dict(with_labels).items():
+                    for at_s, value in points:
+                        total[at_s] = total.get(at_s, 0.0) + value
         return sorted(total.items())
 
 
@@ -88,7 +103,7 @@ def scraping(address: str, interval_s: float) -> Iterator[Scrapes]:
             try:
                 with urlopen(f"{address}/metrics", timeout=5) as answer:
                     scrapes.add(at_s, answer.read().decode())
-            except OSError:
+            except (OSError, HTTPException):  # the latter: a service that ended within its answer
                 scrapes.failed_s.append(at_s)
             due_s = max(due_s + interval_s, time.monotonic())
             stop.wait(due_s - time.monotonic())
