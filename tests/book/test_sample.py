@@ -155,6 +155,8 @@ def faulty(tmp_path_factory) -> Book:
     intro = INTRO + (
         '\n<img src="http://other.invalid/a.png" alt="A picture that lies on another host.">\n'
         '\n<div style="width: 900px; color: #999; background: #aaa">Wide and pale.</div>\n'
+        "\n<style>html .highlight .kn { color: #777; background: #888 }</style>\n"
+        "\n```python\nimport os\nimport sys\n```\n"
         "\n<script>throw new Error('broken script')</script>\n"
         "\n[nowhere](../book/claims.md)\n"
         '\n<a href="claims.html#no-such-anchor">nowhere</a>\n'
@@ -177,10 +179,17 @@ def test_the_page_check_finds_a_page_missing_from_the_contents(faulty):
     assert pages_in_source(faulty.source) - pages_in_toc(faulty.source) == {"book/labs/03-unlisted"}
 
 
+def contrast(violations: list[dict]) -> list[dict]:
+    """The elements that are too pale."""
+    return [node for found in violations if found["id"] == "color-contrast" for node in found["nodes"]]
+
+
 def test_the_browser_checks_find_every_fault(faulty, browser):
     with serve(faulty.html) as server:
         seen = visit(browser, server, "book/intro.html")
     assert seen.remote == ["http://other.invalid/a.png"]
     assert any("broken script" in error for error in seen.errors)
-    assert "color-contrast" in seen.rules()
+    pale = {mode: [node["html"] for node in contrast(found)] for mode, found in seen.violations.items()}
+    assert sorted(mode for mode in pale if '<span class="kn">import</span>' in pale[mode]) == ["dark", "light"]
+    assert any("Wide and pale" in html for html in pale["light"])
     assert seen.width["phone"] > MODES["phone"]
