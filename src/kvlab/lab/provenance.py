@@ -104,11 +104,14 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+KEPT_RUNS = ":(exclude)book/recordings"  # or every lab of one recording but the first would be dirty
+
+
 def source(lab: str) -> dict[str, Any]:
     """Commit, dirty flag and hashes: what :class:`kvlab.lab.run.Source` holds, less the environment."""
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": None if (status := _git("status", "--porcelain")) is None else bool(status),
+        "dirty": None if (status := _git("status", "--porcelain", "--", ".", KEPT_RUNS)) is None else bool(status),
         "lab_sha256": lab_sha256(lab),
         "src_sha256": src_sha256(),
     }
