@@ -1,5 +1,8 @@
 """The service's bench: its soak accounts for every request, and its checks can fail."""
 
+import threading
+
+import httpx
 import pytest
 
 from kvlab.bench.overhead import engine_overhead
@@ -15,28 +18,27 @@ def model(tmp_path_factory):
     return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-def test_a_short_soak_holds_its_promises(model):
+@pytest.fixture(scope="module")
+def service(model):
     with running("--model", model, "--budget", "24MiB", "--max-total-tokens", "256") as service:
-        result = soak(service, model, seconds=4, interval_s=0.5)
+        yield service
+
+
+def test_a_short_soak_holds_its_promises(service, model):
+    result = soak(service, model, seconds=4, interval_s=0.5)
     assert result.seen["completed"] > 0
     resident = ("resident bytes",)  # says nothing within seconds
     checks = [check for check in soak_checks(result, 24 * MIB) if not any(word in check.promise for word in resident)]
     assert [f"{check.promise}: {check.measured} {check.reason}" for check in checks if not check.holds] == []
 
 
-class Late:
-    """A service that counts a request when it is asked again."""
-
-    def __init__(self):
-        self.asked = 0
-
-    def metrics(self) -> dict[str, float]:
-        self.asked += 1
-        return {"inference_requests_total{outcome=completed,tenant=a}": min(3.0, self.asked), "engine_up": 1.0}
-
-
-def test_a_request_that_is_counted_after_its_client_has_gone_is_waited_for():
-    assert counted_outcomes(Late(), 3) == {"completed": 3}
+def test_a_request_that_is_counted_later_is_waited_for(service, model):
+    expected = counted_outcomes(service).total() + 1
+    url, body = f"{service.url}/v1/completions", {"model": model, "prompt": "x", "max_tokens": 3}
+    later = threading.Timer(1.0, httpx.post, [url], {"json": body, "timeout": 120})
+    later.start()
+    assert counted_outcomes(service, expected).total() == expected
+    later.join()
 
 
 def flat(**changes) -> Soak:
