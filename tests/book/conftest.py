@@ -1,4 +1,4 @@
-"""The book of this checkout, built once from nothing, and a browser to open its pages with."""
+"""The book of this checkout, built once from nothing, and the server its pages are opened from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from sample import ROOT, Book, built
-from visit import Browser, Server, open_browser, serve
+from visit import Server, serve
 
 from kvlab.lab.runner import lab_names, run_labs
 from kvlab.lab.stage import stage
@@ -25,12 +25,6 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
     shutil.copytree(ROOT / "book", source / "book", ignore=shutil.ignore_patterns("_build", "labs"))
     stage(run_labs(lab_names()), source / "book" / "labs")
     return built(source)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Closed with its module: while Playwright is open, this thread's event loop runs, and no test may have one."""
-    yield from open_browser()
 
 
 @pytest.fixture(scope="session")

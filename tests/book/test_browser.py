@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from browsing import in_a_browser
 from pages import pages_in_toc
 from sample import ROOT
-from visit import MODES, OTHER_WIDTHS, Visit, new_page, visit
+from visit import MODES, OTHER_WIDTHS, Visit, appears, visit
 
 pytestmark = pytest.mark.book
 
 
 @pytest.fixture(scope="module", params=sorted(pages_in_toc(ROOT)))
-def seen(request, book, browser, server) -> Visit:
-    return visit(browser, server, f"{request.param}.html")
+def seen(request, book, server) -> Visit:
+    return in_a_browser(visit, server, f"{request.param}.html")
 
 
 def test_nothing_is_asked_of_another_host(seen):
@@ -36,15 +37,10 @@ def test_the_theme_follows_the_reader(seen):
     assert seen.theme == {"light": "light", "dark": "dark", "phone": "light"}
 
 
-def test_formulas_can_be_heard(browser, server):
-    page = new_page(browser)
-    page.goto(f"{server}book/plan.html")
-    page.wait_for_selector("mjx-container mjx-assistive-mml", state="attached")
-    page.close()
+def test_formulas_can_be_heard(server):
+    assert in_a_browser(appears, server, "book/plan.html", "mjx-container mjx-assistive-mml")
 
 
-def test_search_finds_fragmentation(browser, server):
-    page = new_page(browser)
-    page.goto(f"{server}search.html?q=fragmentation")
-    page.wait_for_selector("#search-results a[href*='03-contributing-factors.html']")
-    page.close()
+def test_search_finds_fragmentation(server):
+    found = "#search-results a[href*='03-contributing-factors.html']"
+    assert in_a_browser(appears, server, "search.html?q=fragmentation", found)

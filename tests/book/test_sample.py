@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import nbformat
 import pytest
+from browsing import in_a_browser
 from pages import broken_links, pages_in_html, pages_in_source, pages_in_toc, remote_assets, soup
 from sample import ALT, INTRO, LAB, TOC, Book, built, sample_notebook, sample_run, write_sample
 from visit import MODES, serve, visit
@@ -184,9 +185,9 @@ def contrast(violations: list[dict]) -> list[dict]:
     return [node for found in violations if found["id"] == "color-contrast" for node in found["nodes"]]
 
 
-def test_the_browser_checks_find_every_fault(faulty, browser):
+def test_the_browser_checks_find_every_fault(faulty):
     with serve(faulty.html) as server:
-        seen = visit(browser, server, "book/intro.html")
+        seen = in_a_browser(visit, server, "book/intro.html")
     assert seen.remote == ["http://other.invalid/a.png"]
     assert any("broken script" in error for error in seen.errors)
     pale = {mode: [node["html"] for node in contrast(found)] for mode, found in seen.violations.items()}

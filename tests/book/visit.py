@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,9 +10,8 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, TimeoutError, sync_playwright
+from playwright.sync_api import Browser, Page, TimeoutError
 
 Server = str
 MODES = {"light": 1280, "dark": 1280, "phone": 320}
@@ -94,23 +92,10 @@ def serve(html: Path) -> Iterator[Server]:
             thread.join()
 
 
-def open_browser() -> Iterator[Browser]:
-    """A headless Chromium that asks for nothing by itself; skips the test where there is none."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium on the path: apt-get install chromium")
-    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    quiet += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # at once, whatever the network does
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=quiet, timeout=_PATIENCE_MS)
-        yield browser
-        browser.close()
-
-
 def visit(browser: Browser, server: Server, path: str) -> Visit:
     """Load ``path`` once and look at it in every mode with everything unfolded."""
     seen = Visit()
-    page = new_page(browser, color_scheme="light", reduced_motion="reduce")
+    page = _new_page(browser, color_scheme="light", reduced_motion="reduce")
     page.on("request", lambda request: _note_remote(seen, request.url, server))
     page.on("console", lambda message: message.type == "error" and seen.errors.append(message.text))
     page.on("pageerror", lambda error: seen.errors.append(str(error)))
@@ -124,11 +109,20 @@ def visit(browser: Browser, server: Server, path: str) -> Visit:
         page.set_viewport_size({"width": width, "height": 800})
         page.evaluate(_PAINTED)
         seen.other_widths.append(page.evaluate("document.documentElement.scrollWidth"))
-    page.context.close()
     return seen
 
 
-def new_page(browser: Browser, **options: str) -> Page:
+def appears(browser: Browser, server: Server, path: str, selector: str) -> bool:
+    """Whether ``path`` comes to hold an element that matches ``selector``."""
+    page = _new_page(browser)
+    page.goto(server + path)
+    with suppress(TimeoutError):
+        page.wait_for_selector(selector, state="attached")
+        return True
+    return False
+
+
+def _new_page(browser: Browser, **options: str) -> Page:
     """A page of its own context, which is as patient as everything here."""
     page = browser.new_page(**options)
     page.set_default_timeout(_PATIENCE_MS)

@@ -1,0 +1,57 @@
+"""A browser that does not answer costs its time and no more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from browsing import in_a_browser
+from playwright.sync_api import Browser
+from visit import serve, visit
+
+pytestmark = pytest.mark.book
+
+SILENT = "<!doctype html><script>requestAnimationFrame = () => {}</script>"
+"""No frame is ever announced, so a script that waits for one waits for good."""
+PATIENCE_S = 10.0
+
+
+def silent(folder: Path) -> Path:
+    (folder / "page.html").write_text(SILENT)
+    return folder
+
+
+def once(browser: Browser, mark: str, how: str) -> str:
+    """Does not come to an end before ``mark`` is there, which it makes."""
+    if Path(mark).exists():
+        return browser.version
+    Path(mark).touch()
+    if how == "dies":
+        os._exit(3)
+    browser.new_page().evaluate("() => new Promise(() => {})")
+    return "it answered"
+
+
+def left_open() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if "chrom" in each.name()]
+
+
+def test_a_page_that_never_answers_is_red_in_time_says_where_it_stood_and_leaves_no_browser(tmp_path):
+    with serve(silent(tmp_path)) as server, pytest.raises(pytest.fail.Exception) as failed:
+        in_a_browser(visit, server, "page.html", patience_s=PATIENCE_S)
+    assert str(failed.value).startswith("2 browsers, one after the other, did not get through")
+    assert str(failed.value).count("in visit\n") == 2
+    assert not left_open()
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_a_browser_that_fails_once_is_followed_by_another(tmp_path, how):
+    assert in_a_browser(once, str(tmp_path / "mark"), how, patience_s=PATIENCE_S)[0].isdigit()
+    assert not left_open()
+
+
+def test_what_goes_wrong_in_a_look_is_told():
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)Page.goto: net::ERR_.*Page.goto: net::ERR_"):
+        in_a_browser(visit, "http://127.0.0.1:1/", "page.html")
