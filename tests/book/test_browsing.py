@@ -15,7 +15,7 @@ pytestmark = pytest.mark.book
 
 SILENT = "<!doctype html><script>requestAnimationFrame = () => {}</script>"
 """No frame is ever announced, so a script that waits for one waits for good."""
-PATIENCE_S = 10.0
+PATIENCE_S = 15.0
 
 
 def silent(folder: Path) -> Path:
