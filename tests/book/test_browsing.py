@@ -9,17 +9,19 @@ import psutil
 import pytest
 from browsing import in_a_browser
 from playwright.sync_api import Browser
-from visit import serve, visit
+from visit import MODES, serve, visit
 
 pytestmark = pytest.mark.book
 
-SILENT = "<!doctype html><script>requestAnimationFrame = () => {}</script>"
-"""No frame is ever announced, so a script that waits for one waits for good."""
+SILENT = "<!doctype html><script>MathJax = {startup: {promise: new Promise(() => {})}}</script>"
+"""Formulas that are never set: a script that waits for them waits for good."""
+UNDRAWN = "<!doctype html><html lang=en><title>Undrawn</title><script>requestAnimationFrame = () => {}</script>"
+"""No frame is ever announced."""
 PATIENCE_S = 15.0
 
 
-def silent(folder: Path) -> Path:
-    (folder / "page.html").write_text(SILENT)
+def holding(folder: Path, page: str) -> Path:
+    (folder / "page.html").write_text(page)
     return folder
 
 
@@ -39,11 +41,17 @@ def left_open() -> list[psutil.Process]:
 
 
 def test_a_page_that_never_answers_is_red_in_time_says_where_it_stood_and_leaves_no_browser(tmp_path):
-    with serve(silent(tmp_path)) as server, pytest.raises(pytest.fail.Exception) as failed:
+    with serve(holding(tmp_path, SILENT)) as server, pytest.raises(pytest.fail.Exception) as failed:
         in_a_browser(visit, server, "page.html", patience_s=PATIENCE_S)
     assert str(failed.value).startswith("2 browsers, one after the other, did not get through")
     assert str(failed.value).count("in visit\n") == 2
     assert not left_open()
+
+
+def test_a_browser_that_stops_drawing_is_no_reason_to_wait(tmp_path):
+    with serve(holding(tmp_path, UNDRAWN)) as server:
+        seen = in_a_browser(visit, server, "page.html")
+    assert seen.width == MODES
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])

@@ -46,7 +46,12 @@ _ONE_TOKEN_OF_A_LOOK = """() => {
 """Contrast is checked element by element, and a lab has thousands of coloured words of code: four fifths of the time
 went into finding the same thirty colours again. A word that looks as one before it becomes plain text."""
 _SETTLED = "() => window.MathJax?.startup?.promise"
-_PAINTED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+_PAINTED = """() => new Promise(done => {
+  requestAnimationFrame(() => requestAnimationFrame(done));
+  setTimeout(done, 2000);
+})"""
+"""A browser without a screen may stop drawing; what is looked at here needs a layout and no frame."""
+_POLL_MS = 50
 _STILL = """() => document.getAnimations().every(
   each => each.playState !== "running" || each.effect?.getComputedTiming().endTime === Infinity)"""
 """A cell that is still fading in has too little contrast for an instant."""
@@ -133,9 +138,9 @@ def _look(page: Page, mode: str, seen: Visit) -> None:
     page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
     page.set_viewport_size({"width": MODES[mode], "height": 800})
     page.evaluate(_PAINTED)
-    page.wait_for_function(_STILL)
+    page.wait_for_function(_STILL, polling=_POLL_MS)
     with suppress(TimeoutError):  # axe will say which region it is
-        page.wait_for_function(_REACHABLE)
+        page.wait_for_function(_REACHABLE, polling=_POLL_MS)
     seen.theme[mode] = page.evaluate("document.documentElement.dataset.theme")
     seen.width[mode] = page.evaluate("document.documentElement.scrollWidth")
     seen.violations[mode] = Axe().run(page, options=_AXE | _RULES[mode]).response["violations"]
