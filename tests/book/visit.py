@@ -58,9 +58,9 @@ _STILL = """() => document.getAnimations().every(
 _REACHABLE = """() => [...document.querySelectorAll(
     "pre, .output, .pst-scrollable-table-container, mjx-container[display]")].every(
   region => region.scrollWidth <= region.clientWidth || region.tabIndex >= 0)"""
-_PATIENCE_MS = 120_000
+_PATIENCE_MS = 60_000
 """The theme makes scrolling regions reachable by keyboard some time after loading and resizing, not at once; and a busy
-machine takes its time for everything."""
+machine takes its time for everything. Three times this, once a mode, is less than a look may take."""
 
 
 @dataclass
